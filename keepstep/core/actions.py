@@ -1,0 +1,85 @@
+"""What the job's controller wants done: imperatives, carried out by the shell in order.
+
+Whatever can take time or fail comes back as an event. `Persist` stands before what depends on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from keepstep.core.types import Generation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Persist:
+    """Append one entry to the ledger, durably, before the next action.
+
+    `kind`: "job", "generation", "incident", "incident_phase", "incident_closed", "note", "end".
+    """
+
+    kind: str
+    body: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartWorker:
+    """Start a new process on a slot. Every worker starts as a spare; a generation gives it a rank."""
+
+    worker: int
+    node: str
+    slot: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StandBy:
+    """Tell a parked worker that it is a spare: with init(symmetric=True) it builds as `rehearse_rank`."""
+
+    worker: int
+    rehearse_rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Announce:
+    """Tell every member of this generation (and the fenced) the new map. Each answers by voting."""
+
+    generation: Generation
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Release:
+    """Tell workers that all ranks have finished: leave the loop, do not wait for anybody."""
+
+    workers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KillWorker:
+    """End a worker's whole process group (evidence first when `with_evidence`), by SIGKILL after
+    `grace_s` seconds of SIGTERM (0: at once)."""
+
+    worker: int
+    reason: str
+    grace_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Say:
+    """One line for the human at the console and the log. `level`: info, warning, error."""
+
+    text: str
+    level: str = "info"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndJob:
+    """The job is over: stop what is left, end with `exit_code`."""
+
+    exit_code: int
+    reason: str
+
+
+Action = Persist | StartWorker | StandBy | Announce | Release | KillWorker | Say | EndJob

@@ -1,0 +1,197 @@
+"""What the job's controller is told: past-tense facts, each stamped by the caller's clock.
+
+`JobMachine.step(event, now_s)` takes exactly these. The shells and the simulator make them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentJoined:
+    """A node's agent connected (again). `workers`: those of its workers that are still alive."""
+
+    node: str
+    slots: int
+    workers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentLost:
+    """A node's agent is gone for good, and every worker of that node with it."""
+
+    node: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerParked:
+    """A worker waits for a rank. `readiness`: "warm" (in init()) or "hot" (built and rehearsed)."""
+
+    worker: int
+    readiness: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerExited:
+    """A worker's process ended. `status` < 0 is a signal, as in subprocess.
+
+    `step`/`published`: read from its page after its death; `published` is the newest step that
+    all ranks are known to hold, over every page of that node. `first_evidence_s`: when the first
+    trace of the failure was seen (caller's clock).
+    """
+
+    worker: int
+    status: int
+    step: int = 0
+    published: int = 0
+    first_evidence_s: float | None = None
+    oom_killed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSuspected:
+    """A living worker makes no progress while others wait (stopped, or hung), with the evidence."""
+
+    worker: int
+    reason: str
+    published: int = 0
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+    first_evidence_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Complained:
+    """A worker saw a collective, a connection or a copy fail in `generation`."""
+
+    worker: int
+    generation: int
+    reason: str
+    step: int = 0
+    published: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progressed:
+    """From time to time: how far a worker is. `published`: steps that all ranks hold."""
+
+    worker: int
+    generation: int
+    step: int
+    published: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerdictReached:
+    """A member learned the verdict of `generation`. `recomputed`: steps it will compute again."""
+
+    worker: int
+    generation: int
+    target: int | None
+    course: str
+    reason: str
+    connect_s: float
+    vote_s: float
+    bit_exact: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateReceived:
+    """A target holds verified state. `sources`: workers it came from."""
+
+    worker: int
+    generation: int
+    transfer_s: float
+    bytes: int
+    sources: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumed:
+    """A member committed its first new step in `generation`."""
+
+    worker: int
+    generation: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FingerprintTaken:
+    """Digest of a rank's replicated state after `step` commits: twins must agree."""
+
+    worker: int
+    rank: int
+    step: int
+    shard: str
+    digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptFailed:
+    """The user's code raised in a healthy step. `hardware` is True when the table of exceptions
+    sends it to the machine (CUDA, NCCL, I/O) and not to the script."""
+
+    worker: int
+    summary: str
+    traceback: str
+    hardware: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsageRefused:
+    """The library refused what the script does (KeepstepUsageError): the script's fault, one line."""
+
+    worker: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerFinished:
+    """A worker passed the last gate: every rank has finished all steps."""
+
+    worker: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PersistFailed:
+    """The ledger could not be written (full disk). Training goes on; bookkeeping is lost, said aloud."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopRequested:
+    """The user or a scheduler wants the job to end. `signal`: its name; `hard`: at once."""
+
+    signal: str
+    hard: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ticked:
+    """Time went by: deadlines are looked at."""
+
+
+Event = (
+    AgentJoined
+    | AgentLost
+    | WorkerParked
+    | WorkerExited
+    | WorkerSuspected
+    | Complained
+    | Progressed
+    | VerdictReached
+    | StateReceived
+    | Resumed
+    | FingerprintTaken
+    | ScriptFailed
+    | UsageRefused
+    | WorkerFinished
+    | PersistFailed
+    | StopRequested
+    | Ticked
+)
