@@ -1,0 +1,1 @@
+"""Lives inside the training process: session, elastic groups, gate, records. Torch and standard library only."""

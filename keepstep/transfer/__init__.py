@@ -1,0 +1,1 @@
+"""Moves tensors between workers: manifest, stripes, checksums. Only raw bytes travel."""

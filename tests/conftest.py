@@ -1,0 +1,23 @@
+"""What every test shares: the seed profile of hypothesis, and no variable of an outer job leaking in."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "keepstep", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("keepstep")
+
+JOB_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_outer_job() -> None:
+    """Tests started from inside a job must not take part in it."""
+    for name in list(os.environ):
+        if name in JOB_VARIABLES or (name.startswith("KEEPSTEP_") and name != "KEEPSTEP_SOAK_KILLS"):
+            del os.environ[name]
