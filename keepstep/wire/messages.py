@@ -1,0 +1,154 @@
+"""What workers, agents and the controller say to each other beyond the core's events and actions.
+
+Values only: who says what, and when. How a message becomes bytes is `keepstep.wire.codec`'s affair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+PROTOCOL_VERSION = 1
+
+# ---- a worker's connection to its agent -----------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """A worker's first message on each of its connections. `role`: one control, any number of stores."""
+
+    version: int
+    token: str
+    worker: int
+    pid: int
+    role: Literal["control", "store"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Welcome:
+    """The agent's answer to a control Hello. `advertise`: the address that this node's groups bind to."""
+
+    job: str
+    world_size: int
+    record_bytes: int
+    orphan_timeout_s: float
+    advertise: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fenced:
+    """Not welcome (any more): leave, and do not come back under this id."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JournalKept:
+    """What a rank heard from its peers during setup, kept by the agent for whoever takes the rank."""
+
+    worker: int
+    rank: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fetch:
+    """A worker asks for a rank's record (the one that fits `lineage`) or for its setup journal."""
+
+    request: int
+    what: Literal["record", "journal"]
+    rank: int
+    lineage: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fetched:
+    """The answer to Fetch. `data` is None when there is none; `detail` then says why."""
+
+    request: int
+    data: bytes | None
+    detail: str = ""
+
+
+# ---- a generation's store, spoken on a worker's second connection ---------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreRequest:
+    """One operation on the store. `get` and `wait` are answered when the keys exist, or at the timeout."""
+
+    request: int
+    op: Literal["set", "get", "wait", "check", "add", "compare_set", "delete", "num_keys"]
+    keys: tuple[str, ...] = ()
+    value: bytes = b""
+    expected: bytes = b""
+    amount: int = 0
+    timeout_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreReply:
+    """The answer to StoreRequest. Not `ok`: `detail` is "timeout" or says what was wrong."""
+
+    request: int
+    ok: bool
+    values: tuple[bytes, ...] = ()
+    number: int = 0
+    detail: str = ""
+
+
+# ---- an agent's connection to the controller ------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentHello:
+    """An agent's first message. `workers`: those of its workers that are still alive (reconnection)."""
+
+    version: int
+    token: str
+    node: str
+    slots: int
+    pid: int
+    advertise: str
+    workers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSpec:
+    """All that an agent needs to start workers of the job.
+
+    `launch`: "script" (a Python file), "module" (python -m) or "program" (run as it is).
+    `tee`, `redirects`: torchrun's `-t` and `-r` values ("0".."3", or "0:1,1:3" per slot).
+    `env`: set in each worker on top of the agent's own environment.
+    """
+
+    job: str
+    script: str
+    args: tuple[str, ...]
+    world_size: int
+    spares: int = 0
+    launch: Literal["script", "module", "program"] = "script"
+    mode: Literal["run", "observe"] = "run"
+    record_bytes: int = 4 << 20
+    orphan_timeout_s: float = 600.0
+    tee: str = "0"
+    redirects: str = "0"
+    working_dir: str = ""
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentWelcome:
+    """The controller's answer to AgentHello."""
+
+    job: str
+    world_size: int
+    spec: JobSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    """End every worker of the node and leave. `hard`: by SIGKILL, without asking first."""
+
+    hard: bool
