@@ -31,6 +31,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 from keepstep.core.types import Attempt, Checkpoint, Course, Generation, Lineage, Verdict, Vote
 from keepstep.core.verdict import sources_for, targets_for, verdict
@@ -98,11 +99,6 @@ class WorkerMachine:
         self.verdict: Verdict | None = None
         self._votes: tuple[Vote, ...] = ()
         self._history: deque[tuple[WorkerPhase, WorkerEvent]] = deque(maxlen=HISTORY_LENGTH)
-
-    @property
-    def rank(self) -> int | None:
-        """The rank that it plays or, as a donor, holds; None for a spare."""
-        return None if self.generation is None else self.generation.rank_of(self.worker)
 
     @property
     def masked(self) -> bool:
@@ -360,11 +356,11 @@ class WorkerMachine:
 
 _P = WorkerPhase
 _M = WorkerMachine
-Row = Callable[[WorkerMachine, object], list[WorkerAction]]
+Row = Callable[[WorkerMachine, Any], list[WorkerAction]]
 
 # The one table: (phase, event) -> row. A phase of None stands for every phase without a row of its
 # own; what is not here cannot happen.
-_TABLE = {
+TABLE: dict[tuple[WorkerPhase | None, type], Row] = {
     # training
     (_P.RUN, StepStarted): _M._ignore,
     (_P.RUN, BlockEnded): _M._ignore,  # a block without an update: a micro-batch
@@ -402,4 +398,3 @@ _TABLE = {
     **{(None, late): _M._ignore for late in (Connected, VotesCounted, CopyStarted, CopyCompleted)},
     (None, CheckpointLoaded): _M._ignore,
 }
-TABLE: dict[tuple[WorkerPhase | None, type], Row] = _TABLE  # type: ignore[assignment]
