@@ -1,1 +1,1 @@
-"""The shell of one node: starts workers, sees them die, keeps what must outlive them."""
+"""The shell of one node: starts and watches worker processes, keeps what must outlive them."""

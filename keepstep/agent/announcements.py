@@ -1,0 +1,98 @@
+"""Which worker must hear what: the newest generation, who was ever a member, who is fenced.
+
+Values only; it sends nothing. Fencing is derived: once a member and no longer one, never again.
+"""
+
+from __future__ import annotations
+
+from keepstep.core.actions import Announce, Release, StandBy
+from keepstep.wire.messages import Fenced
+
+
+class Announcements:
+    """What the controller has announced to this node so far."""
+
+    def __init__(self) -> None:
+        self.newest: Announce | None = None
+        # Pages and records of an earlier world (before a restart of every rank) say nothing about this one.
+        self.fresh_since = 0
+        self._standing_by: dict[int, StandBy] = {}
+        self._released: set[int] = set()
+        self._member_since: dict[int, int] = {}
+        self._players: dict[int, dict[int, int]] = {}
+
+    @property
+    def generation(self) -> int | None:
+        """The newest generation's number."""
+        return None if self.newest is None else self.newest.generation.number
+
+    def accept(self, announce: Announce) -> bool:
+        """Note an announcement; a repeated one counts. False when a newer one is known."""
+        generation = announce.generation
+        if self.newest is not None and generation.number < self.newest.generation.number:
+            return False
+        self.newest = announce
+        if generation.fresh and generation.number > self.fresh_since:
+            self.fresh_since = generation.number
+            self._players.clear()
+        for rank, worker in enumerate(generation.ranks):
+            self._players.setdefault(rank, {})[worker] = generation.number
+        for worker in generation.members:
+            self._member_since.setdefault(worker, generation.number)
+        return True
+
+    def stand_by(self, action: StandBy) -> None:
+        self._standing_by[action.worker] = action
+
+    def release(self, worker: int) -> None:
+        self._released.add(worker)
+
+    def released(self, worker: int) -> bool:
+        return worker in self._released
+
+    def standing_by(self, worker: int) -> bool:
+        """Whether it is a spare: told so, and not promoted since."""
+        return worker in self._standing_by and worker not in self._member_since
+
+    def rank_of(self, worker: int) -> int | None:
+        """The rank in the newest generation."""
+        return None if self.newest is None else self.newest.generation.rank_of(worker)
+
+    def fenced(self, worker: int) -> str | None:
+        """Why a worker may not take part any more; None when it may."""
+        if self.newest is None or worker not in self._member_since:
+            return None
+        generation = self.newest.generation
+        if worker in generation.members:
+            return None
+        return f"worker {worker} has no place in generation {generation.number}: {self.newest.reason}"
+
+    def news_for(self, worker: int) -> Announce | Fenced | None:
+        """What the newest announcement means for a worker; None before the first."""
+        reason = self.fenced(worker)
+        return self.newest if reason is None else Fenced(reason=reason)
+
+    def greetings(self, worker: int) -> list[Announce | Fenced | StandBy | Release]:
+        """All that a worker missed before its connection was there, in order."""
+        missed: list[Announce | Fenced | StandBy | Release] = []
+        if self.standing_by(worker):
+            missed.append(self._standing_by[worker])
+        if (news := self.news_for(worker)) is not None:
+            missed.append(news)
+        if worker in self._released:
+            missed.append(Release(workers=(worker,)))
+        return missed
+
+    def players(self, rank: int) -> list[int]:
+        """Every worker that ever played a rank of this world, the newest generation's first."""
+        found = self._players.get(rank, {})
+        return sorted(found, key=lambda worker: found[worker], reverse=True)
+
+    def ranks_played(self, worker: int) -> list[int]:
+        """The ranks that a worker ever played in this world."""
+        return [rank for rank, workers in self._players.items() if worker in workers]
+
+    def forget(self, worker: int) -> None:
+        """A dead worker's page is gone: it no longer counts as a player."""
+        for workers in self._players.values():
+            workers.pop(worker, None)

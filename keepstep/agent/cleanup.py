@@ -1,0 +1,112 @@
+"""Nothing is left behind: folders with a recorded owner, processes found by their environment.
+
+Every folder of an agent (pages in shared memory, the socket's) holds a file that names its owner, so
+that a later agent can tell leftovers of a dead one from a job that runs. It knows no messages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import tempfile
+import time
+from pathlib import Path
+
+from keepstep.agent import procfs
+
+SHARED_MEMORY = Path("/dev/shm")
+# Short and fixed: a Unix socket's path may have 107 bytes, and TMPDIR may be long.
+SOCKETS = Path("/tmp")
+PREFIX = "keepstep-"
+SWEEP_DEADLINE_S = 3.0
+
+_OWNER = "owner"
+_JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+def make_page_dir(job: str, node: str) -> Path:
+    """The folder of this node's pages, readable by its owner only. Raises ValueError, OSError."""
+    if not _JOB.fullmatch(job):
+        raise ValueError(f"job name {job!r} must be 1 to 64 letters, digits, dots, dashes")
+    folder = SHARED_MEMORY / f"{PREFIX}{job}" / node
+    folder.parent.mkdir(mode=0o700, exist_ok=True)
+    folder.mkdir(mode=0o700)
+    _own(folder)
+    return folder
+
+
+def make_socket_dir() -> Path:
+    """A fresh folder for the socket, 0700, with a short path."""
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=SOCKETS))
+    _own(folder)
+    return folder
+
+
+def remove(folder: Path) -> None:
+    """Remove an agent's folder, and the job's folder above it once it is empty."""
+    shutil.rmtree(folder, ignore_errors=True)
+    if folder.parent.name.startswith(PREFIX):
+        with contextlib.suppress(OSError):
+            folder.parent.rmdir()
+
+
+def users_of(page_dir: Path) -> list[int]:
+    """Processes that were started with a page in this folder: workers and all that they started."""
+    within = f"{page_dir}/"
+    return [
+        pid for pid in procfs.pids() if procfs.environment(pid).get("KEEPSTEP_PAGE", "").startswith(within)
+    ]
+
+
+def end_users_of(page_dir: Path) -> bool:
+    """SIGKILL to all of them, until none is left. Blocks, at most SWEEP_DEADLINE_S; False when some stay."""
+    deadline = time.monotonic() + SWEEP_DEADLINE_S
+    while found := users_of(page_dir):
+        if time.monotonic() > deadline:
+            return False
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)  # the kernel needs a moment to take them down; the deadline stands above
+    return True
+
+
+def remove_stale() -> list[Path]:
+    """Remove what agents left behind that died without a chance to tidy up. Returns what was removed.
+
+    A folder whose workers still live stays: they end themselves when their agent does not come back.
+    """
+    removed = []
+    candidates = [*SHARED_MEMORY.glob(f"{PREFIX}*/*/{_OWNER}"), *SOCKETS.glob(f"{PREFIX}*/{_OWNER}")]
+    for owner in candidates:
+        folder = owner.parent
+        if _is_mine(folder) and not _owner_lives(owner) and not users_of(folder):
+            remove(folder)
+            removed.append(folder)
+    return removed
+
+
+def _own(folder: Path) -> None:
+    found = procfs.stat(os.getpid())
+    started = 0 if found is None else found.started
+    (folder / _OWNER).write_text(f"{os.getpid()} {started}\n")
+
+
+def _is_mine(folder: Path) -> bool:
+    try:
+        status = folder.lstat()
+    except OSError:
+        return False
+    return status.st_uid == os.getuid() and not folder.is_symlink()
+
+
+def _owner_lives(owner: Path) -> bool:
+    try:
+        pid, started = (int(word) for word in owner.read_text().split())
+    except (OSError, ValueError):
+        return True  # being written, or not ours to judge
+    found = procfs.stat(pid)
+    return found is not None and found.state not in "ZX" and found.started == started

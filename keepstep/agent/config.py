@@ -1,0 +1,68 @@
+"""What one agent is told when it is made: where the controller is, who it is, where its files go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from keepstep.errors import UsageError
+from keepstep.wire.framing import MAX_FRAME_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class ConsoleLine:
+    """One whole line of a worker for the console; `text` already carries its prefix, no newline."""
+
+    text: str
+    stream: str
+    worker: int
+    rank: int | None
+    generation: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentConfig:
+    """Checked when built. Raises UsageError with one line.
+
+    `embedded`: the agent lives in `keepstep run`'s own process; its workers then end with that process.
+    `advertise`: the address that workers of this node bind to and tell others.
+    `record_bytes`, `orphan_timeout_s`: None takes the job's own (5 s when embedded).
+    `controller_timeout_s`: an embedded agent without its controller for so long ends everything.
+    """
+
+    controller_url: str
+    token: str
+    node: str
+    slots: int
+    run_dir: Path
+    advertise: str = "127.0.0.1"
+    embedded: bool = False
+    console: Callable[[ConsoleLine], None] | None = None
+    record_bytes: int | None = None
+    orphan_timeout_s: float | None = None
+    controller_timeout_s: float = 5.0
+    stop_grace_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        parts = urlsplit(self.controller_url)
+        if parts.scheme not in ("ws", "wss") or not parts.hostname:
+            raise UsageError(
+                f"controller address {self.controller_url!r} must look like ws://HOST:PORT/agent"
+            )
+        if not self.token:
+            raise UsageError("an agent needs the job's token")
+        if not self.node or "/" in self.node or self.node != self.node.strip():
+            raise UsageError(f"node name {self.node!r} must be text without slashes or outer spaces")
+        if self.slots < 1:
+            raise UsageError(f"an agent needs at least one slot, not {self.slots}")
+        if not self.advertise:
+            raise UsageError("the advertised address is empty")
+        # A record travels as base64 in one frame.
+        if self.record_bytes is not None and not 0 < self.record_bytes <= MAX_FRAME_BYTES // 2:
+            raise UsageError(f"record size must be between 1 and {MAX_FRAME_BYTES // 2} bytes")
+        for name in ("orphan_timeout_s", "controller_timeout_s", "stop_grace_s"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise UsageError(f"{name} must not be negative, not {value}")

@@ -1,0 +1,140 @@
+"""The agent's WebSocket to the controller: hello, actions in, events out, and again after a loss.
+
+While the controller is away events queue in the outbox; nothing here decides what they mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidMessage
+
+from keepstep.agent.outbox import Outbox
+from keepstep.core.events import Event
+from keepstep.errors import ProtectionError, WireError
+from keepstep.wire.codec import decode, encode
+from keepstep.wire.framing import MAX_FRAME_BYTES
+from keepstep.wire.messages import AgentHello, AgentWelcome
+
+CONNECT_TIMEOUT_S = 5.0
+FIRST_BACKOFF_S = 0.05
+LAST_BACKOFF_S = 2.0
+PING_INTERVAL_S = 5.0
+PING_TIMEOUT_S = 15.0
+# Close codes by which a controller refuses an agent for good: policy violation, and the private range.
+_REFUSAL_CODES = (1008, *range(4000, 5000))
+
+log = logging.getLogger(__name__)
+
+
+class ControllerConnection:
+    """Keeps one connection alive until cancelled.
+
+    `on_welcome` runs at each (re)connection, before the first action; `on_action` for each message.
+    `lost_since_s`: when the controller was last there (monotonic clock); None while connected.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        hello: Callable[[], AgentHello],
+        on_welcome: Callable[[AgentWelcome], None],
+        on_action: Callable[[Any], None],
+    ) -> None:
+        self._url = url
+        self._hello = hello
+        self._on_welcome = on_welcome
+        self._on_action = on_action
+        self._outbox = Outbox()
+        self._backoff_s = FIRST_BACKOFF_S
+        self._idle = asyncio.Event()
+        self.lost_since_s: float | None = time.monotonic()
+
+    def send(self, event: Event) -> None:
+        """Queue an event; it goes out at once when the controller is there."""
+        self._idle.clear()
+        self._outbox.put(event)
+
+    async def flush(self, timeout_s: float) -> bool:
+        """Wait until everything queued was sent; False at the timeout."""
+        if not len(self._outbox):
+            return True
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        return not len(self._outbox)
+
+    async def run(self) -> None:
+        """Connect, talk, connect again. Raises ProtectionError when refused for good."""
+        while True:
+            try:
+                await self._talk()
+            except (OSError, TimeoutError, InvalidHandshake, InvalidMessage) as error:
+                log.debug("no connection to the controller: %s", error)
+            except WireError as error:
+                log.error("the controller sent what this agent does not understand: %s", error)
+            except ConnectionClosed as error:
+                log.debug("the controller's connection ended: %s", error)
+            if self.lost_since_s is None:
+                self.lost_since_s = time.monotonic()
+            await asyncio.sleep(self._backoff_s)
+            self._backoff_s = min(2 * self._backoff_s, LAST_BACKOFF_S)
+
+    async def _talk(self) -> None:
+        async with connect(
+            self._url,
+            proxy=None,  # the controller is reached directly, whatever http_proxy says
+            compression=None,
+            max_size=MAX_FRAME_BYTES,
+            open_timeout=CONNECT_TIMEOUT_S,
+            ping_interval=PING_INTERVAL_S,
+            ping_timeout=PING_TIMEOUT_S,
+            close_timeout=1,
+        ) as socket:
+            self._on_welcome(await self._greet(socket))
+            self.lost_since_s = None
+            self._backoff_s = FIRST_BACKOFF_S
+            sender = asyncio.create_task(self._send_all(socket))
+            try:
+                async for data in socket:
+                    self._on_action(_decoded(data))
+            except asyncio.CancelledError:
+                await socket.close()  # the agent leaves: a farewell, not the 1011 of a failure
+                raise
+            finally:
+                sender.cancel()
+                with contextlib.suppress(asyncio.CancelledError, ConnectionClosed):
+                    await sender
+
+    async def _greet(self, socket: ClientConnection) -> AgentWelcome:
+        try:
+            await socket.send(encode(self._hello()))
+            welcome = _decoded(await asyncio.wait_for(socket.recv(), CONNECT_TIMEOUT_S))
+        except ConnectionClosed as error:
+            if error.rcvd is not None and error.rcvd.code in _REFUSAL_CODES:
+                reason = error.rcvd.reason or f"code {error.rcvd.code}"
+                raise ProtectionError(f"the controller refused this agent: {reason}") from None
+            raise
+        if not isinstance(welcome, AgentWelcome):
+            raise WireError(f"the controller answered {type(welcome).__name__} to the agent's hello")
+        return welcome
+
+    async def _send_all(self, socket: ClientConnection) -> None:
+        while True:
+            ticket, event = await self._outbox.first()
+            try:
+                await socket.send(encode(event))
+            except WireError as error:  # one event that cannot be written must not hold up the others
+                log.error("an event was lost: %s", error)
+            self._outbox.done(ticket)
+            if not len(self._outbox):
+                self._idle.set()
+
+
+def _decoded(data: str | bytes) -> Any:
+    return decode(data.encode() if isinstance(data, str) else data)

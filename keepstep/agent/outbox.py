@@ -1,0 +1,66 @@
+"""Events on their way to the controller: bounded, and what matters is never dropped for want of room.
+
+A newer progress of a worker replaces its older one; when the box is full the oldest progress goes
+first, then the oldest event that only informs. Exits, complaints and failures always stay.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+
+from keepstep.core.events import Event, FingerprintTaken, Progressed, Resumed, StateReceived, VerdictReached
+
+LIMIT = 10_000
+_INFORM = (FingerprintTaken, Resumed, StateReceived, VerdictReached)
+
+
+class Outbox:
+    """First in, first out. `dropped`: how many events had to go."""
+
+    def __init__(self, limit: int = LIMIT) -> None:
+        self.dropped = 0
+        self._limit = limit
+        self._events: OrderedDict[int, Event] = OrderedDict()
+        self._progress: dict[int, int] = {}
+        self._next = 0
+        self._filled = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._events)
+
+    def put(self, event: Event) -> None:
+        if isinstance(event, Progressed):
+            self._forget(self._progress.get(event.worker))
+            self._progress[event.worker] = self._next
+        self._events[self._next] = event
+        self._next += 1
+        if len(self._events) > self._limit:
+            self._make_room()
+        self._filled.set()
+
+    async def first(self) -> tuple[int, Event]:
+        """The oldest event and its ticket, when there is one; it stays until `done(ticket)`."""
+        while not self._events:
+            self._filled.clear()
+            await self._filled.wait()
+        return next(iter(self._events.items()))
+
+    def done(self, ticket: int) -> None:
+        """The event was sent."""
+        self._forget(ticket)
+
+    def _make_room(self) -> None:
+        victim = min(self._progress.values(), default=None)
+        if victim is None:
+            victim = next(
+                (ticket for ticket, event in self._events.items() if isinstance(event, _INFORM)), None
+            )
+        if victim is not None:
+            self._forget(victim)
+            self.dropped += 1
+
+    def _forget(self, ticket: int | None) -> None:
+        event = None if ticket is None else self._events.pop(ticket, None)
+        if isinstance(event, Progressed):
+            self._progress.pop(event.worker, None)
