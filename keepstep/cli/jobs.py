@@ -7,22 +7,28 @@ the controller's insides: a worker is found by the variables in its environment.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from keepstep.cli.reports import Line, ReportReader
+from keepstep.controller.incidents import incidents_of
+from keepstep.controller.rundir import RunDirectory
 from keepstep.errors import KeepstepError
 
 POLL_S = 0.02
 END_GRACE_S = 15.0
+ASK_TIMEOUT_S = 2.0
 
 
 class JobFailed(KeepstepError):  # noqa: N818 - an outcome, not a fault of this code
@@ -62,7 +68,7 @@ class LaunchedJob:
         self._console_read = 0
         # fmt: off
         command = [
-            sys.executable, "-c", "from keepstep.cli.main import main; main()", "run",
+            sys.executable, "-m", "keepstep", "run",
             "--nproc-per-node", str(ranks), "--spares", str(spares), "--log-dir", str(run_dir),
             str(script), *arguments,
         ]
@@ -111,8 +117,40 @@ class LaunchedJob:
                     found[worker] = process.pid  # parents come first: a shim gives way to what it runs
         return found
 
+    def status(self) -> dict[str, Any]:
+        """The controller's own word on the job; empty while it does not answer."""
+        return self._ask("/api/status") or {}
+
+    def spare_states(self) -> list[str]:
+        """States of the workers without a rank: "starting", "warm", "hot"."""
+        return [w["state"] for w in self.status().get("workers", []) if w["rank"] is None]
+
+    def incidents(self) -> list[dict[str, Any]]:
+        """The incidents in the ledger, oldest first."""
+        return incidents_of(self.run_dir)
+
+    def _ask(self, path: str) -> dict[str, Any] | None:
+        address = RunDirectory(self.run_dir).address()
+        if address is None:
+            return None
+        request = urllib.request.Request(
+            address.url + path, headers={"Authorization": f"Bearer {address.token}"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=ASK_TIMEOUT_S) as answer:
+                value: dict[str, Any] = json.load(answer)
+                return value
+        except (OSError, ValueError):  # not up yet, or ending
+            return None
+
     def wait_until(
-        self, condition: Callable[[], bool], *, timeout_s: float, what: str, ended_is_failure: bool = True
+        self,
+        condition: Callable[[], bool],
+        *,
+        timeout_s: float,
+        what: str,
+        poll_s: float = POLL_S,
+        ended_is_failure: bool = True,
     ) -> None:
         """Poll until `condition`. Raises JobFailed at the deadline, or when the job ends before."""
         deadline = time.monotonic() + timeout_s
@@ -121,7 +159,7 @@ class LaunchedJob:
                 raise JobFailed(f"the job ended ({self.exit_code}) before {what}:\n{self.last_output()}")
             if time.monotonic() > deadline:
                 raise JobFailed(f"waited {timeout_s:.0f} s for {what}:\n{self.last_output()}")
-            time.sleep(POLL_S)
+            time.sleep(poll_s)
 
     def wait_for_exit(self, *, timeout_s: float, each_poll: Callable[[], object] = lambda: None) -> int:
         """The exit code. Raises JobFailed at the deadline."""

@@ -178,11 +178,13 @@ class Recomputation:
     """What the reports themselves say about steps computed twice.
 
     `committed_steps_lost`: steps reported again although some rank had already gone on to a later one.
-    `recomputed_steps`: distinct steps that some rank reported in more than one generation.
+    `recomputed_steps`: distinct steps that some rank reported in more than one generation;
+    `most_in_a_generation`: how many of them the worst generation computed again.
     """
 
     committed_steps_lost: int
     recomputed_steps: int
+    most_in_a_generation: int
 
 
 def recomputation(lines: Iterable[Line]) -> Recomputation:
@@ -192,12 +194,15 @@ def recomputation(lines: Iterable[Line]) -> Recomputation:
     for line in lines:
         newest_by_generation[line.generation] = max(newest_by_generation.get(line.generation, -1), line.step)
         generations.setdefault((line.rank, line.step), set()).add(line.generation)
-    lost, again = set(), set()
+    lost: set[int] = set()
+    again: dict[int, set[int]] = {}
     for (_, step), seen in generations.items():
-        if len(seen) < 2:
-            continue
-        again.add(step)
-        latest = max(seen)
-        if any(newest > step for number, newest in newest_by_generation.items() if number < latest):
-            lost.add(step)
-    return Recomputation(committed_steps_lost=len(lost), recomputed_steps=len(again))
+        for later in sorted(seen)[1:]:
+            again.setdefault(later, set()).add(step)
+            if any(newest > step for number, newest in newest_by_generation.items() if number < later):
+                lost.add(step)
+    return Recomputation(
+        committed_steps_lost=len(lost),
+        recomputed_steps=len(set().union(*again.values())),
+        most_in_a_generation=max(map(len, again.values()), default=0),
+    )

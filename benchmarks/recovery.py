@@ -1,0 +1,203 @@
+"""How long a failure takes: from the signal that ends a worker to the next new step of its rank.
+
+Whole jobs under `keepstep run`, harmed from outside with real signals at random moments of a step, one worker
+at a time. Each harm waits until the spare is ready and the machine quiet. Every job is compared, bit for bit,
+with an undisturbed run of the same script. What the clock measures: keepstep.cli.reports, kill_to_next_new_step_s.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+from keepstep.cli.jobs import Harm, JobFailed, LaunchedJob
+from keepstep.cli.reports import Reports, compare, kill_to_next_new_step_s, recomputation
+
+JOB = Path(__file__).resolve().parent / "recovery_job.py"
+BURST_STEPS = 30
+EARLIEST, LATEST = 8, 20  # the step of a burst in which a worker is harmed
+START_LIMIT_S, RESUME_LIMIT_S, END_LIMIT_S = 120.0, 60.0, 120.0
+ENVIRONMENT = {"KEEPSTEP_FINGERPRINT": "1"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """Harms of one kind, in one job. `figure` names the median in the JSON."""
+
+    figure: str
+    parallel: str
+    ranks: int
+    readiness: str
+    signals: tuple[signal.Signals, ...]
+
+    @property
+    def steps(self) -> int:
+        return BURST_STEPS * (len(self.signals) + 1)
+
+
+@dataclass(slots=True)
+class Result:
+    """What one job came to. `times_s` holds one time for each harm."""
+
+    series: Series
+    times_s: list[float] = field(default_factory=list)
+    identical: bool = False
+    difference: str = ""
+    committed_steps_lost: int = 0
+    recomputed_most: int = 0
+
+
+def measure(series: Series, folder: Path, choice: random.Random) -> tuple[Result, Reports]:
+    """Run one job and harm it once in every burst but the first."""
+    permit = folder / f"{series.figure}.permit"
+    permit.write_text(str(BURST_STEPS))
+    arguments = ["--parallel", series.parallel, "--steps", str(series.steps), "--permit", str(permit)]
+    if series.readiness == "hot":
+        arguments.append("--symmetric")
+    result = Result(series)
+    with LaunchedJob(
+        JOB,
+        arguments,
+        ranks=series.ranks,
+        spares=1,
+        run_dir=folder / series.figure,
+        environment=ENVIRONMENT,
+    ) as job:
+        for burst, number in enumerate(series.signals, start=1):
+            await_quiet(job, series, burst * BURST_STEPS)
+            permit_steps(permit, (burst + 1) * BURST_STEPS)
+            harm = strike_in_burst(job, series, burst * BURST_STEPS, number, choice)
+            result.times_s.append(await_new_step(job, harm))
+        code = job.wait_for_exit(timeout_s=END_LIMIT_S, each_poll=job.reader.poll)
+        if code != 0:
+            raise JobFailed(f"{series.figure}: the job ended with {code}:\n{job.last_output()}")
+        reports = job.reader.reports
+        incidents = job.incidents()
+    if len(incidents) != len(series.signals):
+        raise JobFailed(f"{series.figure}: {len(series.signals)} signals, {len(incidents)} incidents")
+    twice = recomputation(line for lines in reports.lines.values() for line in lines)
+    lost = sum(int(incident["steps_lost"]) for incident in incidents)
+    result.committed_steps_lost = max(twice.committed_steps_lost, lost)
+    again = max(int(incident["steps_recomputed"]) for incident in incidents)
+    result.recomputed_most = max(twice.most_in_a_generation, again)
+    return result, reports
+
+
+def permit_steps(permit: Path, steps: int) -> None:
+    """Replace the number at once, so that no reader sees half of it."""
+    draft = permit.with_suffix(".draft")
+    draft.write_text(str(steps))
+    draft.rename(permit)
+
+
+def await_quiet(job: LaunchedJob, series: Series, steps: int) -> None:
+    """Until every rank pauses after `steps` steps and the spare is ready."""
+    asked_s = 0.0
+
+    def quiet() -> bool:
+        nonlocal asked_s
+        job.reader.poll()
+        newest = [job.newest(rank) for rank in range(series.ranks)]
+        if any(line is None or line.step < steps - 1 for line in newest):
+            return False
+        if time.monotonic() - asked_s < 0.2:
+            return False
+        asked_s = time.monotonic()
+        return job.spare_states() == [series.readiness]
+
+    job.wait_until(
+        quiet, timeout_s=START_LIMIT_S, what=f"{series.ranks} ranks and a {series.readiness} spare"
+    )
+
+
+def strike_in_burst(
+    job: LaunchedJob, series: Series, first_step: int, number: signal.Signals, choice: random.Random
+) -> Harm:
+    """Send the signal to a random rank, some way into a random step of the burst."""
+    rank = choice.randrange(series.ranks)
+    step = first_step + choice.randrange(EARLIEST, LATEST)
+
+    def reached() -> bool:
+        job.reader.poll()
+        newest = job.newest(rank)
+        return newest is not None and newest.step >= step
+
+    job.wait_until(reached, timeout_s=RESUME_LIMIT_S, what=f"step {step}", poll_s=0.001)
+    times = [line.time_s for line in job.reader.reports.lines[rank]][-8:]
+    moment_s = time.monotonic() + choice.random() * (times[-1] - times[0]) / (len(times) - 1)
+    job.wait_until(lambda: time.monotonic() >= moment_s, timeout_s=10, what="the moment", poll_s=0.0005)
+    return job.strike(rank, number)
+
+
+def await_new_step(job: LaunchedJob, harm: Harm) -> float:
+    took_s: float | None = None
+
+    def resumed() -> bool:
+        nonlocal took_s
+        job.reader.poll()
+        took_s = kill_to_next_new_step_s(job.reader.reports, harm.rank, harm.at_s)
+        return took_s is not None
+
+    job.wait_until(resumed, timeout_s=RESUME_LIMIT_S, what=f"rank {harm.rank} to go on")
+    assert took_s is not None
+    return took_s
+
+
+def undisturbed(series: list[Series], folder: Path) -> Mapping[tuple[str, int], Reports]:
+    """One run without harm for each script that was run, by (parallel, steps)."""
+    wanted = {(one.parallel, one.steps): one for one in series}
+    found = {}
+    for (parallel, steps), one in wanted.items():
+        with LaunchedJob(
+            JOB,
+            ["--parallel", parallel, "--steps", str(steps)],
+            ranks=one.ranks,
+            spares=0,
+            run_dir=folder / f"undisturbed-{parallel}-{steps}",
+            environment=ENVIRONMENT,
+        ) as job:
+            if job.wait_for_exit(timeout_s=END_LIMIT_S) != 0:
+                raise JobFailed(f"the undisturbed {parallel} run failed:\n{job.last_output()}")
+            job.reader.poll()
+            found[parallel, steps] = job.reader.reports
+    return found
+
+
+def plan(quick: bool) -> list[Series]:
+    kill, stop = signal.SIGKILL, signal.SIGSTOP
+    hot, warm, stops = (1, 1, 1) if quick else (20, 6, 6)
+    return [
+        Series(figure="ddp3_hot_kill_s", parallel="ddp", ranks=3, readiness="hot", signals=(kill,) * hot),
+        Series(figure="hsdp4_hot_kill_s", parallel="hsdp", ranks=4, readiness="hot", signals=(kill,) * hot),
+        Series(figure="ddp3_warm_kill_s", parallel="ddp", ranks=3, readiness="warm", signals=(kill,) * warm),
+        Series(figure="ddp3_stop_s", parallel="ddp", ranks=3, readiness="hot", signals=(stop,) * stops),
+    ]
+
+
+def run_all(series: list[Series], seed: int) -> list[Result]:
+    choice = random.Random(seed)
+    with tempfile.TemporaryDirectory(prefix="keepstep-recovery-") as name:
+        folder = Path(name)
+        measured = [measure(one, folder, choice) for one in series]
+        calm = undisturbed(series, folder)
+        for result, reports in measured:
+            compared = compare(calm[result.series.parallel, result.series.steps], reports)
+            result.identical, result.difference = compared.identical, compared.difference
+    return [result for result, _ in measured]
+
+
+def figures(results: list[Result]) -> dict[str, float]:
+    """The names are those that the README and the JSON use."""
+    found: dict[str, float] = {one.series.figure: median(one.times_s) for one in results}
+    found["kills"] = sum(len(one.times_s) for one in results)
+    found["runs"] = len(results)
+    found["identical_runs"] = sum(one.identical for one in results)
+    found["committed_steps_lost"] = sum(one.committed_steps_lost for one in results)
+    found["recomputed_max"] = max(one.recomputed_most for one in results)
+    return found
