@@ -1,0 +1,188 @@
+"""Controller and agent in one process, from the first line said to the exit code.
+
+They speak over the loopback as if they were machines apart. Here is only what surrounds them: run
+directory, signals, the terminal, and an order of leaving that forgets nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+
+from keepstep.agent.agent import Agent
+from keepstep.agent.config import AgentConfig, ConsoleLine
+from keepstep.cli.console import Terminal
+from keepstep.cli.live import draw_table, progress_line, summary
+from keepstep.cli.options import RunOptions
+from keepstep.controller.api import build_app
+from keepstep.controller.ledger import Ledger, LedgerWriteFailed
+from keepstep.controller.rundir import RunDirectory, new_token
+from keepstep.controller.server import Server, bind
+from keepstep.controller.shell import Controller
+from keepstep.core.job import JobMachine
+from keepstep.core.job_config import JobConfig
+from keepstep.errors import KeepstepError, UsageError
+from keepstep.wire.messages import JobSpec
+
+NODE = "node0"
+HOST = "127.0.0.1"
+AGENT_END_TIMEOUT_S = 20.0
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+
+def launch(options: RunOptions, remarks: Sequence[str]) -> int:
+    """Run the job to its end. Returns the exit code; raises UsageError before anything was started."""
+    run_dir = RunDirectory(options.run_dir)
+    if run_dir.ledger.exists():
+        Ledger(run_dir.ledger).close()  # a newer or foreign ledger is refused in its own words
+        raise UsageError(f"{run_dir.path} already holds a run: choose another --log-dir")
+    run_dir.make()
+    sock = bind(HOST, options.controller_port)
+    try:
+        ledger = Ledger(run_dir.ledger)
+    except KeepstepError:
+        sock.close()
+        raise
+    token = new_token()
+    job = _Job(options, run_dir, ledger, token)
+    try:
+        return asyncio.run(job.run(Server(build_app(job.controller), sock), remarks))
+    finally:
+        job.terminal.close()
+        with contextlib.suppress(LedgerWriteFailed):
+            ledger.close()
+        run_dir.withdraw_address()
+        sock.close()
+
+
+class _Job:
+    """The pieces of one running job, and how they are wired."""
+
+    def __init__(self, options: RunOptions, run_dir: RunDirectory, ledger: Ledger, token: str) -> None:
+        self._options = options
+        self._run_dir = run_dir
+        self._ledger = ledger
+        self._started_s = time.monotonic()
+        self._stops_asked = 0
+        self.terminal = Terminal(
+            draw=lambda: draw_table(self.controller), progress=lambda: progress_line(self.controller)
+        )
+        self.controller = Controller(
+            machine=JobMachine(_machine_config(options)),
+            spec=_spec(options),
+            token=token,
+            ledger=ledger,
+            say=self.terminal.say,
+        )
+
+    async def run(self, server: Server, remarks: Sequence[str]) -> int:
+        options, say = self._options, self.terminal.say
+        for remark in remarks:
+            say(remark, "warning")
+        say(
+            f"job {options.job}: {options.world_size} ranks, {options.spares} spares, run directory {self._run_dir.path}"
+        )
+        with self._signals():
+            server.start()
+            try:
+                self._run_dir.publish_address(server.url, options.job, self.controller.token)
+            except OSError as error:
+                say(f"keepstep status will not find this job: {error}", "warning")
+            agent = asyncio.create_task(self._agent(server.url), name="agent")
+            try:
+                code = await self.controller.run()
+            finally:
+                await self._end_agent(agent)
+                await server.stop()
+        say(summary(self.controller, self._ledger.head, time.monotonic() - self._started_s))
+        return code
+
+    async def _agent(self, url: str) -> None:
+        """The embedded agent; however it ends, the controller hears of it."""
+        reason = "the agent has ended"
+        try:
+            await Agent(
+                AgentConfig(
+                    controller_url=url.replace("http://", "ws://", 1) + "/agent",
+                    token=self.controller.token,
+                    node=NODE,
+                    slots=self._options.slots,
+                    run_dir=self._run_dir.path,
+                    advertise=HOST,
+                    embedded=True,
+                    stop_grace_s=self._options.stop_grace_s,
+                    console=self._show,
+                )
+            ).run()
+        except Exception as error:
+            logging.getLogger("keepstep").debug("the agent failed", exc_info=True)
+            reason = f"the agent failed: {error or type(error).__name__}"
+            self.terminal.say(reason, "error")
+        finally:
+            self.controller.lose_agent(NODE, reason)
+
+    async def _end_agent(self, agent: asyncio.Task[None]) -> None:
+        """The agent leaves by itself after Stop; cancelled, it still ends its workers before it returns."""
+        done, _ = await asyncio.wait({agent}, timeout=AGENT_END_TIMEOUT_S)
+        if not done:
+            agent.cancel()
+            await asyncio.wait({agent}, timeout=AGENT_END_TIMEOUT_S)
+
+    def _show(self, line: ConsoleLine) -> None:
+        shown, row = self._options.shown_slots, self.controller.board.workers.get(line.worker)
+        if shown is None or row is None or row.slot in shown:
+            self.terminal.line(line.text, error=line.stream == "stderr")
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        for number in STOP_SIGNALS:
+            loop.add_signal_handler(number, self._asked_to_stop, number)
+        try:
+            yield
+        finally:
+            for number in STOP_SIGNALS:
+                loop.remove_signal_handler(number)
+
+    def _asked_to_stop(self, number: signal.Signals) -> None:
+        self._stops_asked += 1
+        name = signal.Signals(number).name
+        if self._stops_asked == 1:
+            self.terminal.say(f"{name}: ending the job in order (once more: at once)", "warning")
+        else:
+            self.terminal.say(f"{name} again: ending the job at once", "warning")
+        self.controller.request_stop(name, hard=self._stops_asked > 1)
+
+
+def _machine_config(options: RunOptions) -> JobConfig:
+    optional = {} if options.max_restarts is None else {"max_restarts": options.max_restarts}
+    return JobConfig(
+        world_size=options.world_size,
+        spares=options.spares,
+        job=options.job,
+        spare_timeout_s=options.spare_timeout_s,
+        stop_grace_s=options.stop_grace_s,
+        observe=options.mode == "observe",
+        **optional,
+    )
+
+
+def _spec(options: RunOptions) -> JobSpec:
+    return JobSpec(
+        job=options.job,
+        script=options.script,
+        args=options.args,
+        world_size=options.world_size,
+        spares=options.spares,
+        launch=options.launch,
+        mode=options.mode,
+        record_bytes=options.record_limit_bytes,
+        tee=options.tee,
+        redirects=options.redirects,
+        working_dir=os.getcwd(),
+    )

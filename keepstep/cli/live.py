@@ -1,0 +1,90 @@
+"""What `keepstep run` shows while the job runs: the rank table, the incident as it unfolds, the last word."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from keepstep.controller.incidents import PHASES
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from keepstep.controller.shell import Controller
+
+_STATE_STYLES = {
+    "playing": "green",
+    "hot": "magenta",
+    "warm": "yellow",
+    "starting": "dim",
+    "finished": "cyan",
+}
+
+
+def draw_table(controller: Controller) -> RenderableType:
+    """The live table for a terminal."""
+    from rich.console import Group
+    from rich.text import Text
+
+    return Group(rank_table(controller.board.status()), Text(incident_line(controller.incidents.newest())))
+
+
+def rank_table(status: Mapping[str, Any]) -> RenderableType:
+    """Workers by rank, then the spares."""
+    from rich.table import Table
+    from rich.text import Text
+
+    generation = "-" if status["generation"] is None else status["generation"]
+    table = Table(
+        title=f"{status['job']}  {status['state']}  step {status['step']}  generation {generation}",
+        title_justify="left",
+        title_style="bold",
+    )
+    for name, justify in (
+        ("rank", "right"),
+        ("worker", "right"),
+        ("slot", "right"),
+        ("state", "left"),
+        ("step", "right"),
+    ):
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    for row in status["workers"]:
+        state = Text(row["state"], style=_STATE_STYLES.get(row["state"], ""))
+        rank = "spare" if row["rank"] is None else str(row["rank"])
+        table.add_row(rank, str(row["worker"]), f"{row['node']}:{row['slot']}", state, str(row["step"]))
+    return table
+
+
+def progress_line(controller: Controller) -> str:
+    """The same in one line, for a log."""
+    status = controller.board.status()
+    if status["generation"] is None:
+        return f"{status['state']}: waiting for {status['world_size']} workers"
+    spares = sum(row["rank"] is None for row in status["workers"])
+    return f"{status['state']}: step {status['step']}, generation {status['generation']}, {spares} spares"
+
+
+def incident_line(incident: Mapping[str, Any] | None) -> str:
+    """The newest incident: what happened, and how long each phase took so far."""
+    if incident is None:
+        return ""
+    phases = incident.get("phases_s", {})
+    told = "  ".join(f"{name} {phases[name]:.3f} s" for name in PHASES if phases.get(name))
+    return (
+        f"incident {incident['number']} ({incident['state']}): {incident.get('reason', '')}  {told}".rstrip()
+    )
+
+
+def summary(controller: Controller, head: str, seconds: float) -> str:
+    """The job's last line: how it ended, what it cost, and the ledger's hash to hold it against."""
+    incidents = controller.incidents.all()
+    lost = sum(int(incident.get("steps_lost") or 0) for incident in incidents)
+    again = sum(int(incident.get("steps_recomputed") or 0) for incident in incidents)
+    what = (
+        "no incident"
+        if not incidents
+        else f"{len(incidents)} incidents, {lost} steps lost, {again} recomputed"
+    )
+    code = controller.board.exit_code
+    ended = "finished" if code == 0 else f"ended with exit code {code}"
+    return f"job {controller.board.job} {ended} after {seconds:.1f} s: {what}; ledger head {head[:16]}"

@@ -1,0 +1,171 @@
+"""The controller's side of the agents' connections: who may connect, what is queued, what comes in.
+
+A link outlives its connection: what is sent while an agent is away waits for it, up to a bound. It does
+not know what the messages decide.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from keepstep.core import events as evt
+from keepstep.errors import WireError
+from keepstep.wire.codec import decode, encode
+from keepstep.wire.messages import PROTOCOL_VERSION, AgentHello, AgentWelcome
+
+log = logging.getLogger("keepstep.controller")
+
+Deliver = Callable[[evt.Event], Awaitable[None]]
+
+HELLO_TIMEOUT_S = 10.0
+MAX_WAITING_MESSAGES = 1024
+
+CLOSED_WRONG_TOKEN = 4401
+CLOSED_PROTOCOL = 4400
+CLOSED_REPLACED = 4409
+
+# Starlette raises RuntimeError for a send after the close.
+_CONNECTION_ENDED = (WireError, WebSocketDisconnect, RuntimeError, OSError)
+
+# What an agent may report. The rest of the events are the controller's own.
+AGENT_EVENTS = (
+    evt.WorkerParked,
+    evt.WorkerExited,
+    evt.WorkerSuspected,
+    evt.Complained,
+    evt.Progressed,
+    evt.VerdictReached,
+    evt.StateReceived,
+    evt.Resumed,
+    evt.FingerprintTaken,
+    evt.ScriptFailed,
+    evt.UsageRefused,
+    evt.WorkerFinished,
+)
+
+
+def same_token(shown: str, expected: str) -> bool:
+    """Compared in constant time, so that a stranger cannot guess it letter by letter."""
+    return hmac.compare_digest(shown.encode("utf-8", "replace"), expected.encode("utf-8"))
+
+
+class AgentLink:
+    """What is on its way to one node's agent. Outlives a broken connection; the newest connection counts."""
+
+    def __init__(self, node: str) -> None:
+        self.node = node
+        self.overflowed = False
+        self._waiting: asyncio.Queue[object] = asyncio.Queue(MAX_WAITING_MESSAGES)
+        self._unsent: object | None = None
+        self._tasks: tuple[asyncio.Task[None], ...] = ()
+
+    @property
+    def connected(self) -> bool:
+        return bool(self._tasks)
+
+    def send(self, message: object) -> None:
+        """Queue a message. A full queue marks the link as overflowed: that agent no longer listens."""
+        try:
+            self._waiting.put_nowait(message)
+        except asyncio.QueueFull:
+            self.overflowed = True
+
+    async def drained(self) -> None:
+        """Returns when everything has been sent (call with a timeout)."""
+        await self._waiting.join()
+
+    def attach(self, socket: WebSocket, deliver: Deliver) -> tuple[asyncio.Task[None], ...]:
+        """Speak over this connection from now on; an older one is given up."""
+        for task in self._tasks:
+            task.cancel()
+        pump = asyncio.create_task(self._pump(socket), name=f"to-agent-{self.node}")
+        read = asyncio.create_task(_read(socket, deliver), name=f"from-agent-{self.node}")
+        self._tasks = (pump, read)
+        return self._tasks
+
+    def detach(self, tasks: tuple[asyncio.Task[None], ...]) -> None:
+        """A connection ended; when a newer one has replaced it, that one stays."""
+        if self._tasks is tasks:
+            self._tasks = ()
+
+    async def _pump(self, socket: WebSocket) -> None:
+        """Send what waits, in order, until cancelled; a message counts as sent when the socket took it."""
+        while True:
+            if self._unsent is None:
+                self._unsent = await self._waiting.get()
+            await socket.send_bytes(encode(self._unsent))
+            self._unsent = None
+            self._waiting.task_done()
+
+
+async def greet(socket: WebSocket, token: str) -> AgentHello | None:
+    """Accept a connection and check its first message; None (and closed, with the reason) when it may not stay."""
+    await socket.accept()
+    try:
+        hello = decode(await asyncio.wait_for(_receive(socket), HELLO_TIMEOUT_S))
+        if not isinstance(hello, AgentHello):
+            raise WireError(f"expected AgentHello, got {type(hello).__name__}")
+    except (TimeoutError, WireError) as error:
+        await refuse(socket, CLOSED_PROTOCOL, str(error) or "no AgentHello in time")
+        return None
+    except WebSocketDisconnect:
+        return None
+    if not same_token(hello.token, token):
+        await refuse(socket, CLOSED_WRONG_TOKEN, "the token does not match this job's")
+        return None
+    if hello.version != PROTOCOL_VERSION:
+        reason = f"agent speaks protocol {hello.version}, this controller {PROTOCOL_VERSION}: install the same Keepstep"
+        await refuse(socket, CLOSED_PROTOCOL, reason)
+        return None
+    return hello
+
+
+async def converse(socket: WebSocket, link: AgentLink, welcome: AgentWelcome, deliver: Deliver) -> None:
+    """Speak with a greeted agent until it leaves. `deliver` may make it wait: that is the back-pressure."""
+    await socket.send_bytes(encode(welcome))
+    tasks = link.attach(socket, deliver)
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        link.detach(tasks)
+        for task in tasks:
+            task.cancel()
+        outcomes: list[Any] = await asyncio.gather(*tasks, return_exceptions=True)
+    reason = next((str(outcome) for outcome in outcomes if isinstance(outcome, WireError)), None)
+    if reason is not None:
+        log.warning("agent of %s: %s", link.node, reason)
+        await refuse(socket, CLOSED_PROTOCOL, reason)
+    else:
+        await refuse(socket, CLOSED_REPLACED, "closed")
+    for outcome in outcomes:
+        if isinstance(outcome, Exception) and not isinstance(outcome, _CONNECTION_ENDED):
+            raise outcome
+
+
+async def _read(socket: WebSocket, deliver: Deliver) -> None:
+    while True:
+        message = decode(await _receive(socket))
+        if not isinstance(message, AGENT_EVENTS):
+            raise WireError(f"an agent may not send {type(message).__name__}")
+        await deliver(message)
+
+
+async def _receive(socket: WebSocket) -> bytes:
+    raw = await socket.receive()
+    if raw["type"] == "websocket.disconnect":
+        raise WebSocketDisconnect(raw.get("code", 1005), raw.get("reason"))
+    data = raw.get("bytes")
+    return data if isinstance(data, bytes) else str(raw.get("text") or "").encode("utf-8", "replace")
+
+
+async def refuse(socket: WebSocket, code: int, reason: str) -> None:
+    """Close with a reason; a peer that is already gone is no error."""
+    with contextlib.suppress(RuntimeError, WebSocketDisconnect, OSError):
+        await socket.close(code, reason.encode("ascii", "replace")[:120].decode())

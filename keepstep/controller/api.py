@@ -1,0 +1,98 @@
+"""The controller's HTTP API: read the job's state, ask it to stop. Every request shows the job's token."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route, WebSocketRoute
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from keepstep.controller.agents import same_token
+
+if TYPE_CHECKING:
+    from keepstep.controller.shell import Controller
+
+MAX_BODY_BYTES = 64 << 10
+
+
+def build_app(controller: Controller) -> Starlette:
+    """All routes of one controller."""
+
+    async def status(request: Request) -> Response:
+        return JSONResponse(controller.status())
+
+    async def incidents(request: Request) -> Response:
+        return JSONResponse({"job": controller.board.job, "incidents": controller.incidents.all()})
+
+    async def incident(request: Request) -> Response:
+        number = request.path_params["number"]
+        found = controller.incidents.get(number)
+        if found is None:
+            raise HTTPException(404, f"there is no incident {number}")
+        return JSONResponse(found)
+
+    async def stop(request: Request) -> Response:
+        hard = await _hard(request)
+        controller.request_stop("API", hard=hard)
+        return JSONResponse({"stopping": True, "hard": hard}, status_code=202)
+
+    app = Starlette(
+        routes=[
+            Route("/api/status", status),
+            Route("/api/incidents", incidents),
+            Route("/api/incidents/{number:int}", incident),
+            Route("/api/stop", stop, methods=["POST"]),
+            WebSocketRoute("/agent", controller.serve_agent),
+        ],
+        exception_handlers={HTTPException: _error},
+    )
+    app.add_middleware(_RequireToken, token=controller.token)
+    return app
+
+
+async def _hard(request: Request) -> bool:
+    """`{"hard": true}` or nothing. Anything else is refused with 400."""
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_BODY_BYTES:
+            raise HTTPException(413, "the request is too large")
+    if not body:
+        return False
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError):
+        raise HTTPException(400, "the request is not JSON") from None
+    if not isinstance(value, dict) or set(value) - {"hard"} or not isinstance(value.get("hard", False), bool):
+        raise HTTPException(400, 'expected {"hard": true or false}')
+    return bool(value.get("hard", False))
+
+
+async def _error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return JSONResponse({"error": error.detail}, status_code=error.status_code, headers=error.headers)
+
+
+class _RequireToken:
+    """Answers 401 to every HTTP request without the job's token; agents show theirs in their first message."""
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self._app = app
+        self._token = token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not self._authorised(Request(scope).headers.get("authorization", "")):
+            headers = {"WWW-Authenticate": "Bearer"}
+            refusal = JSONResponse({"error": "this job's token is missing or wrong"}, 401, headers)
+            await refusal(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _authorised(self, header: str) -> bool:
+        scheme, _, token = header.partition(" ")
+        return scheme.lower() == "bearer" and same_token(token.strip(), self._token)

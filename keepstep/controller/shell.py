@@ -1,0 +1,284 @@
+"""The controller: receive an event, step the machine, carry out its actions in order. It decides nothing.
+
+One task steps the machine; everything else (agents, API, signals) only puts events into its queue. An
+entry of the ledger is on the disk before the actions that follow it are carried out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+from starlette.websockets import WebSocket
+
+from keepstep.controller import agents as wire_side
+from keepstep.controller.agents import AgentLink
+from keepstep.controller.board import Board
+from keepstep.controller.incidents import IncidentBook
+from keepstep.controller.ledger import Ledger, LedgerWriteFailed
+from keepstep.core import actions as act
+from keepstep.core import events as evt
+from keepstep.wire.messages import AgentHello, AgentWelcome, JobSpec, Stop
+
+log = logging.getLogger("keepstep.controller")
+
+MAX_WAITING_EVENTS = 10_000
+AGENT_RETURN_TIMEOUT_S = 30.0
+FAREWELL_TIMEOUT_S = 15.0
+HARD_FAREWELL_TIMEOUT_S = 3.0
+BROKEN_EXIT_CODE = 70  # sysexits.h: an internal software error
+
+
+class Machine(Protocol):
+    """What the shell needs of `keepstep.core.job.JobMachine`."""
+
+    def step(self, event: evt.Event, now_s: float) -> list[act.Action]: ...
+
+    def next_deadline_s(self, now_s: float) -> float | None: ...
+
+
+class Controller:
+    """One job's controller. `run` returns the job's exit code.
+
+    `say(text, level)` shows one line to people; `on_change()` is called after every step of the machine.
+    """
+
+    def __init__(
+        self,
+        *,
+        machine: Machine,
+        spec: JobSpec,
+        token: str,
+        ledger: Ledger,
+        say: Callable[[str, str], None],
+        on_change: Callable[[], None] = lambda: None,
+        agent_return_timeout_s: float = AGENT_RETURN_TIMEOUT_S,
+    ) -> None:
+        self.token = token
+        self.board = Board(spec.job, spec.world_size, spec.mode)
+        self.incidents = IncidentBook()
+        for entry in ledger.entries():
+            self.incidents.add(entry.kind, entry.value(), entry.time_s)
+        self._machine = machine
+        self._spec = spec
+        self._ledger = ledger
+        self._say = say
+        self._on_change = on_change
+        self._agent_return_timeout_s = agent_return_timeout_s
+        self._events: asyncio.Queue[evt.Event] = asyncio.Queue(MAX_WAITING_EVENTS)
+        self._own_events: collections.deque[evt.Event] = collections.deque()  # of the machine's task itself
+        self._links: dict[str, AgentLink] = {}
+        self._nodes: dict[int, str] = {}  # worker -> node
+        self._returns: dict[str, asyncio.TimerHandle] = {}
+        self._entries_lost = 0
+        self._end: act.EndJob | None = None
+        self._hard = asyncio.Event()
+        self._all_gone = asyncio.Event()
+        self._disk = ThreadPoolExecutor(1, "keepstep-ledger")
+
+    # ---- what others may call ---------------------------------------------------------------------
+
+    def status(self) -> dict[str, Any]:
+        """The job as people see it (see Board.status), with the newest incident."""
+        return {
+            **self.board.status(),
+            "incident": self.incidents.newest(),
+            "incidents": self.incidents.count(),
+        }
+
+    def request_stop(self, signal_name: str, *, hard: bool = False) -> None:
+        """End the job in order; `hard` (or a second request while it ends): at once."""
+        if hard:
+            self._hard.set()
+        if self._end is not None:
+            return
+        with contextlib.suppress(asyncio.QueueFull):
+            self._events.put_nowait(evt.StopRequested(signal=signal_name, hard=hard))
+
+    def lose_agent(self, node: str, reason: str) -> None:
+        """An embedded agent is known to have ended: no sense in waiting for its return."""
+        with contextlib.suppress(asyncio.QueueFull):
+            self._events.put_nowait(evt.AgentLost(node=node, reason=reason))
+
+    async def serve_agent(self, socket: WebSocket) -> None:
+        """The WebSocket `/agent`, for as long as one agent stays connected."""
+        hello = await wire_side.greet(socket, self.token)
+        if hello is None:
+            return
+        if self._end is not None:
+            await wire_side.refuse(socket, wire_side.CLOSED_REPLACED, "the job has ended")
+            return
+        link = self._admit(hello)
+        joined = evt.AgentJoined(node=hello.node, slots=hello.slots, workers=hello.workers)
+        await self._events.put(joined)
+        welcome = AgentWelcome(job=self._spec.job, world_size=self._spec.world_size, spec=self._spec)
+        try:
+            await wire_side.converse(socket, link, welcome, self._events.put)
+        finally:
+            self._left(link)
+
+    # ---- the loop ---------------------------------------------------------------------------------
+
+    async def run(self) -> int:
+        """Step the machine until it ends the job, then see the agents off. Returns the exit code."""
+        try:
+            while self._end is None:
+                event = await self._next_event()
+                await self._step(event)
+            return self._end.exit_code
+        except Exception:
+            log.exception("the controller is broken")
+            self._say("Keepstep itself failed (its story is above): the job ends", "error")
+            self._end = act.EndJob(exit_code=BROKEN_EXIT_CODE, reason="internal error")
+            self._hard.set()
+            return self._end.exit_code
+        finally:
+            await self._see_agents_off()
+            for timer in self._returns.values():
+                timer.cancel()
+            self._disk.shutdown(wait=True)
+
+    async def _next_event(self) -> evt.Event:
+        if self._own_events:
+            return self._own_events.popleft()
+        now_s = time.monotonic()
+        deadline_s = self._machine.next_deadline_s(now_s)
+        if deadline_s is None:
+            return await self._events.get()
+        if self._events.empty() and deadline_s <= now_s:
+            return evt.Ticked()
+        try:
+            async with asyncio.timeout(max(0.0, deadline_s - now_s)):
+                return await self._events.get()
+        except TimeoutError:
+            return evt.Ticked()
+
+    async def _step(self, event: evt.Event) -> None:
+        self.board.see_event(event)
+        actions = self._machine.step(event, time.monotonic())
+        await self._carry_out(actions)
+        self._on_change()
+
+    async def _carry_out(self, actions: Sequence[act.Action]) -> None:
+        """In order. Entries that stand side by side reach the disk with one write."""
+        entries: list[act.Persist] = []
+        for action in actions:
+            if isinstance(action, act.Persist):
+                entries.append(action)
+                continue
+            await self._persist(entries)
+            entries = []
+            self.board.see_action(action)
+            self._do(action)
+        await self._persist(entries)
+
+    def _do(self, action: act.Action) -> None:
+        match action:
+            case act.StartWorker():
+                self._nodes[action.worker] = action.node
+                self._send(action.node, action)
+            case act.StandBy() | act.KillWorker():
+                self._send(self._nodes.get(action.worker, ""), action)
+            case act.Announce() | act.Release():
+                for node in self._links:
+                    self._send(node, action)
+            case act.Say():
+                self._say(action.text, action.level)
+            case act.EndJob():
+                self._end = action
+            case act.Persist():
+                raise AssertionError("entries are written by _persist")
+
+    # ---- the ledger -------------------------------------------------------------------------------
+
+    async def _persist(self, entries: list[act.Persist]) -> None:
+        """Durable on return, or PersistFailed is what the machine hears next (once per failing stretch)."""
+        if not entries:
+            return
+        for entry in entries:
+            self.incidents.add(entry.kind, entry.body, time.time())
+        items = [(entry.kind, entry.body) for entry in entries]
+        if self._entries_lost:
+            items.insert(
+                0, ("note", {"text": f"{self._entries_lost} entries before this one could not be written"})
+            )
+        try:
+            # A slow disk must not keep the agent's connection waiting, hence the thread.
+            await asyncio.get_running_loop().run_in_executor(self._disk, self._ledger.append_all, items)
+        except LedgerWriteFailed as failure:
+            if not self._entries_lost:
+                self._own_events.append(evt.PersistFailed(reason=str(failure)))
+            self._entries_lost += len(entries)
+        else:
+            if self._entries_lost:
+                self._say(
+                    f"the ledger can be written again ({self._entries_lost} entries are missing)", "warning"
+                )
+            self._entries_lost = 0
+
+    # ---- agents -----------------------------------------------------------------------------------
+
+    def _admit(self, hello: AgentHello) -> AgentLink:
+        timer = self._returns.pop(hello.node, None)
+        if timer is not None:
+            timer.cancel()
+        for worker in hello.workers:
+            self._nodes[worker] = hello.node
+        self._all_gone.clear()
+        return self._links.setdefault(hello.node, AgentLink(hello.node))
+
+    def _left(self, link: AgentLink) -> None:
+        """An agent's connection ended. Its workers live on, so it is given time to come back."""
+        if not any(other.connected for other in self._links.values()):
+            self._all_gone.set()
+        if link.connected or self._end is not None:
+            return
+        self._returns[link.node] = asyncio.get_running_loop().call_later(
+            self._agent_return_timeout_s,
+            self.lose_agent,
+            link.node,
+            f"agent of {link.node} did not come back within {self._agent_return_timeout_s:g} s",
+        )
+
+    def _send(self, node: str, message: object) -> None:
+        link = self._links.get(node)
+        if link is None:
+            log.warning("no agent of node %r for %s", node, type(message).__name__)
+            return
+        overflowed = link.overflowed
+        link.send(message)
+        if link.overflowed and not overflowed:
+            self._own_events.append(
+                evt.AgentLost(node=node, reason=f"agent of {node} takes no messages any more")
+            )
+
+    async def _see_agents_off(self) -> None:
+        """Tell every agent to stop and wait until they have left; a second Ctrl-C makes it hard."""
+        if not any(link.connected for link in self._links.values()):
+            return
+        hard = self._hard.is_set()
+        self._stop_all(hard)
+        if not hard and not await self._gone_within(FAREWELL_TIMEOUT_S):
+            self._stop_all(hard=True)
+        await self._gone_within(HARD_FAREWELL_TIMEOUT_S)
+
+    def _stop_all(self, hard: bool) -> None:
+        for link in self._links.values():
+            if link.connected:
+                link.send(Stop(hard=hard))
+
+    async def _gone_within(self, timeout_s: float) -> bool:
+        """True when all agents have left. Returns early, False, when the stop becomes a hard one meanwhile."""
+        gone = asyncio.create_task(self._all_gone.wait())
+        hard = asyncio.create_task(self._hard.wait())
+        waits = {gone} if self._hard.is_set() else {gone, hard}
+        await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        for task in (gone, hard):
+            task.cancel()
+        return self._all_gone.is_set()
