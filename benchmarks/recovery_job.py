@@ -63,19 +63,17 @@ def main() -> None:
     loader = DataLoader(data, BATCH, sampler=DistributedSampler(data), drop_last=True)
     model = build(args.parallel, run.world_size, run.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    counters = {"steps": 0}
-    run.protect(model=model, optimizer=optimizer, counters=counters)
+    run.protect(model=model, optimizer=optimizer)
 
     for step in run.steps(loader, epochs=1):
         if run.live:
-            pause(args.permit, counters["steps"])
+            pause(args.permit, step.number)
         with step as (inputs, targets):
             loss = (model(inputs.to(run.device)) - targets.to(run.device)).square().mean()
             loss.backward()
             run.report(loss=loss.item())
             optimizer.step()
             optimizer.zero_grad()
-            counters["steps"] += 1
 
 
 if __name__ == "__main__":

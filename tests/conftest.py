@@ -12,12 +12,16 @@ settings.register_profile(
 )
 settings.load_profile("keepstep")
 
-JOB_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# What torchrun and Keepstep's agent set for a worker, and what changes how the trainer behaves.
+JOB_VARIABLES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *(f"KEEPSTEP_{name}" for name in ("SOCKET", "TOKEN", "JOB", "WORKER", "NODE", "SLOT", "PAGE", "RUN_DIR")),
+    *("KEEPSTEP_FAULTS", "KEEPSTEP_FINGERPRINT", "KEEPSTEP_DISABLE", "KEEPSTEP_CONFIG"),
+)
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _no_outer_job() -> None:
     """Tests started from inside a job must not take part in it."""
-    for name in list(os.environ):
-        if name in JOB_VARIABLES or (name.startswith("KEEPSTEP_") and name != "KEEPSTEP_SOAK_KILLS"):
-            del os.environ[name]
+    for name in JOB_VARIABLES:
+        os.environ.pop(name, None)
