@@ -20,23 +20,17 @@ from keepstep.agent import cleanup
 from keepstep.agent.announcements import Announcements
 from keepstep.agent.config import AgentConfig
 from keepstep.agent.connection import ControllerConnection
+from keepstep.agent.console import Console
+from keepstep.agent.desk import Desk
+from keepstep.agent.evidence import Evidence
 from keepstep.agent.guardian import Guardian
-from keepstep.agent.records import Records
-from keepstep.agent.socket import Link, WorkerSocket
+from keepstep.agent.socket import WorkerSocket
 from keepstep.agent.store import GenerationStore
 from keepstep.agent.workers import Worker, Workers
 from keepstep.core.actions import Announce, KillWorker, Release, StandBy, StartWorker
 from keepstep.core.events import (
-    Complained,
-    FingerprintTaken,
-    Resumed,
-    ScriptFailed,
-    StateReceived,
     UsageRefused,
-    VerdictReached,
     WorkerExited,
-    WorkerFinished,
-    WorkerParked,
 )
 from keepstep.errors import ProtectionError, UsageError, WireError
 from keepstep.wire.framing import MAX_FRAME_BYTES
@@ -44,29 +38,16 @@ from keepstep.wire.messages import (
     PROTOCOL_VERSION,
     AgentHello,
     AgentWelcome,
-    Fetch,
-    Hello,
     JobSpec,
-    JournalKept,
     Stop,
-    Welcome,
 )
 
 CANNOT_RUN_STATUS = 127  # as a shell says it
 EMBEDDED_ORPHAN_TIMEOUT_S = 5.0
 FLUSH_TIMEOUT_S = 2.0
 WATCH_INTERVAL_S = 0.25
-
-_FORWARDED = (
-    WorkerParked,
-    VerdictReached,
-    StateReceived,
-    Resumed,
-    FingerprintTaken,
-    ScriptFailed,
-    UsageRefused,
-    WorkerFinished,
-)
+NOTE_DELAY_S = 0.05
+NOTES_TIMEOUT_S = 2.0
 
 log = logging.getLogger(__name__)
 
@@ -84,18 +65,28 @@ class Agent:
         self._over = asyncio.Event()
         self._stopping: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._notes: set[asyncio.Task[None]] = set()
+        self._console: Console | None = None
 
+        run_dir = config.run_dir.absolute()
+        self._evidence = Evidence(run_dir)
         self._announcements = Announcements()
         self._store = GenerationStore()
         self._workers = Workers(
             node=config.node,
             slots=config.slots,
             token=config.token,
-            run_dir=config.run_dir.absolute(),
+            run_dir=run_dir,
             announcements=self._announcements,
             on_exit=self._worker_exited,
         )
-        self._records = Records(self._announcements, self._workers.page_of)
+        self._desk = Desk(
+            config.advertise,
+            self._workers,
+            self._announcements,
+            send=lambda event: self._controller.send(event),
+            greeted=self._greeted,
+        )
         self._controller = ControllerConnection(
             config.controller_url, self._hello, self._welcomed, self._carry_out
         )
@@ -111,7 +102,7 @@ class Agent:
             self._config.run_dir.mkdir(parents=True, exist_ok=True)
             self._socket_dir = cleanup.make_socket_dir()
             self._socket = WorkerSocket(
-                self._socket_dir / "agent.sock", self._config.token, self, self._store
+                self._socket_dir / "agent.sock", self._config.token, self._desk, self._store
             )
             await self._socket.open()
             self._spawn(self._controller.run())
@@ -157,6 +148,10 @@ class Agent:
             self._fail(UsageError(f"no room for the workers' shared memory: {error}"))
             return
         self._spec = replace(spec, record_bytes=record_bytes, orphan_timeout_s=orphan_s)
+        self._desk.spec = self._spec
+        if config.console is not None:
+            self._console = Console(config.console, config.run_dir.absolute(), spec.tee, spec.redirects)
+            self._spawn(self._console.run())
         if config.embedded:
             assert self._socket_dir is not None
             self._guardian = Guardian(self._page_dir, self._socket_dir)
@@ -168,6 +163,8 @@ class Agent:
                     self._start(action)
             case StandBy():
                 self._announcements.stand_by(action)
+                if self._console is not None:
+                    self._console.hide(action.worker)
                 self._tell(action.worker, action)
             case Announce():
                 self._announce(action)
@@ -192,6 +189,9 @@ class Agent:
         except (UsageError, OSError) as error:
             self._controller.send(UsageRefused(worker=action.worker, message=str(error)))
             self._controller.send(WorkerExited(worker=action.worker, status=CANNOT_RUN_STATUS))
+            return
+        if self._console is not None:
+            self._console.follow(action.worker, action.slot)
 
     def _announce(self, announce: Announce) -> None:
         if not self._announcements.accept(announce):
@@ -199,76 +199,53 @@ class Agent:
         self._store.announce(announce.generation.number)
         for worker in self._workers.living():
             news = self._announcements.news_for(worker.number)
+            if self._console is not None:
+                self._show(self._console, worker.number, announce)
             if worker.link is not None and news is not None:
                 worker.link.send(news)
         self._workers.drop_superseded()
 
     async def _kill(self, worker: Worker, action: KillWorker) -> None:
+        worker.killed_on_purpose = True
         if not await worker.process.end(action.grace_s):
             log.error("worker %s does not end, not even by SIGKILL: it hangs in the kernel", worker.number)
+
+    def _show(self, console: Console, worker: int, announce: Announce) -> None:
+        """Before a worker hears of a generation: what it wrote so far belongs to the one before."""
+        generation = announce.generation
+        if worker in generation.members:
+            rank = generation.rank_of(worker)
+            console.promoted(worker, rank, generation.number, fresh=generation.fresh)
+        elif self._announcements.fenced(worker) is not None:
+            console.hide(worker)
+
+    def _greeted(self, worker: int) -> None:
+        if self._console is not None:
+            self._console.greeted(worker)
 
     def _tell(self, number: int, message: object) -> None:
         worker = self._workers.get(number)
         if worker is not None and worker.link is not None:
             worker.link.send(message)
 
-    # ---- the workers' side ----------------------------------------------------------------------------
+    # ---- a worker's end -------------------------------------------------------------------------------
 
     def _worker_exited(self, worker: Worker, event: WorkerExited) -> None:
         self._controller.send(event)
+        # First the news, then the last lines; the end of the job cannot overtake them: it comes back through
+        # this loop.
+        failed = event.status != 0 and not self._stopping
+        if self._console is not None:
+            self._console.ended(worker.number, failed=failed)
+        if failed and not worker.killed_on_purpose and not self._announcements.released(worker.number):
+            self._notes.add(self._spawn(self._note_death(worker, event)))
 
-    def refusal(self, hello: Hello, pid: int) -> str | None:
-        """See `socket.Desk`."""
-        worker = self._workers.get(hello.worker)
-        if worker is None or not worker.alive:
-            return f"this node has no living worker {hello.worker}"
-        if not worker.process.owns(pid):
-            return f"process {pid} does not belong to worker {hello.worker}"
-        if hello.role == "store":
-            return self._announcements.fenced(hello.worker)
-        if worker.link is not None:
-            return f"worker {hello.worker} is connected already"
-        return None
-
-    def connected(self, link: Link) -> None:
-        """See `socket.Desk`."""
-        worker, spec = self._workers.get(link.worker), self._spec
-        assert worker is not None and spec is not None
-        worker.link, worker.python_pid = link, link.pid
-        link.send(
-            Welcome(
-                job=spec.job,
-                world_size=spec.world_size,
-                record_bytes=spec.record_bytes,
-                orphan_timeout_s=spec.orphan_timeout_s,
-                advertise=self._config.advertise,
-            )
-        )
-        for message in self._announcements.greetings(link.worker):
-            link.send(message)
-
-    def received(self, link: Link, message: Any) -> None:
-        """See `socket.Desk`."""
-        if getattr(message, "worker", link.worker) != link.worker:
-            raise WireError(f"worker {link.worker} speaks for worker {message.worker}")
-        match message:
-            case Complained():
-                published = max(message.published, self._workers.published())
-                self._controller.send(replace(message, published=published))
-            case Fetch():
-                link.send(self._records.fetch(message))
-            case JournalKept():
-                self._records.keep_journal(message)
-            case _ if isinstance(message, _FORWARDED):
-                self._controller.send(message)
-            case _:
-                raise WireError(f"{type(message).__name__} is nothing that a worker may say")
-
-    def disconnected(self, link: Link) -> None:
-        """See `socket.Desk`."""
-        worker = self._workers.get(link.worker)
-        if worker is not None and worker.link is link:
-            worker.link = None
+    async def _note_death(self, worker: Worker, event: WorkerExited) -> None:
+        await asyncio.sleep(NOTE_DELAY_S)  # recovery first; the files do not run away
+        try:
+            self._evidence.of_dead(worker, event)
+        except OSError as error:
+            log.error("no evidence about worker %s could be kept: %s", worker.number, error)
 
     # ---- the end --------------------------------------------------------------------------------------
 
@@ -305,6 +282,8 @@ class Agent:
         for worker in self._workers.living():
             worker.process.kill()
         await asyncio.gather(*(worker.process.end() for worker in self._workers.living()))
+        if self._notes:
+            await asyncio.wait(self._notes, timeout=NOTES_TIMEOUT_S)
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -332,6 +311,7 @@ class Agent:
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
+        self._notes.discard(task)
         error = None if task.cancelled() else task.exception()
         if isinstance(error, Exception):
             self._fail(error)

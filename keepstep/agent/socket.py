@@ -47,7 +47,7 @@ class Link:
         self._writer.close()
 
 
-class Desk(Protocol):
+class Service(Protocol):
     """Whoever decides about workers' connections and messages."""
 
     def refusal(self, hello: Hello, pid: int) -> str | None:
@@ -64,7 +64,7 @@ class Desk(Protocol):
 class WorkerSocket:
     """Listens at `path` (its folder must be the owner's alone) until `close`."""
 
-    def __init__(self, path: Path, token: str, desk: Desk, store: GenerationStore) -> None:
+    def __init__(self, path: Path, token: str, desk: Service, store: GenerationStore) -> None:
         self.path = path
         self._token = token.encode()
         self._desk = desk

@@ -6,7 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from keepstep.agent.announcements import Announcements
@@ -37,7 +37,8 @@ class Worker:
     link: Link | None = None
     python_pid: int | None = None
     suspected_since_s: float | None = None
-    died_in: int | None = field(default=None)
+    killed_on_purpose: bool = False
+    died_in: int | None = None
 
     @property
     def alive(self) -> bool:

@@ -1,0 +1,114 @@
+"""The workers' side of the agent: who may connect, what they are told, where their messages go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from keepstep.agent.announcements import Announcements
+from keepstep.agent.records import Records
+from keepstep.agent.socket import Link
+from keepstep.agent.workers import Workers
+from keepstep.core.events import (
+    Complained,
+    Event,
+    FingerprintTaken,
+    Resumed,
+    ScriptFailed,
+    StateReceived,
+    UsageRefused,
+    VerdictReached,
+    WorkerFinished,
+    WorkerParked,
+)
+from keepstep.errors import WireError
+from keepstep.wire.messages import Fetch, Hello, JobSpec, JournalKept, Welcome
+
+_FORWARDED = (
+    WorkerParked,
+    VerdictReached,
+    StateReceived,
+    Resumed,
+    FingerprintTaken,
+    ScriptFailed,
+    UsageRefused,
+    WorkerFinished,
+)
+
+
+class Desk:
+    """Serves the workers' connections. `spec` is set before the first worker is started."""
+
+    def __init__(
+        self,
+        advertise: str,
+        workers: Workers,
+        announcements: Announcements,
+        *,
+        send: Callable[[Event], None],
+        greeted: Callable[[int], None],
+    ) -> None:
+        self.spec: JobSpec | None = None
+        self._advertise = advertise
+        self._workers = workers
+        self._announcements = announcements
+        self._records = Records(announcements, workers.page_of)
+        self._send = send
+        self._greeted = greeted
+
+    def refusal(self, hello: Hello, pid: int) -> str | None:
+        """Why this peer may not speak as that worker; None when it may."""
+        worker = self._workers.get(hello.worker)
+        if worker is None or not worker.alive:
+            return f"this node has no living worker {hello.worker}"
+        if not worker.process.owns(pid):
+            return f"process {pid} does not belong to worker {hello.worker}"
+        if hello.role == "store":
+            return self._announcements.fenced(hello.worker)
+        if worker.link is not None:
+            return f"worker {hello.worker} is connected already"
+        return None
+
+    def connected(self, link: Link) -> None:
+        """Welcome it, and tell it what it missed."""
+        worker, spec = self._workers.get(link.worker), self.spec
+        assert worker is not None and spec is not None
+        worker.link, worker.python_pid = link, link.pid
+        self._greeted(link.worker)
+        link.send(
+            Welcome(
+                job=spec.job,
+                world_size=spec.world_size,
+                record_bytes=spec.record_bytes,
+                orphan_timeout_s=spec.orphan_timeout_s,
+                advertise=self._advertise,
+            )
+        )
+        for message in self._announcements.greetings(link.worker):
+            link.send(message)
+
+    def received(self, link: Link, message: Any) -> None:
+        """Answer a worker's message or pass it on. Raises WireError for one that no worker may send."""
+        if getattr(message, "worker", link.worker) != link.worker:
+            raise WireError(f"worker {link.worker} speaks for worker {message.worker}")
+        match message:
+            case Complained():
+                published = max(message.published, self._workers.published())
+                self._send(replace(message, published=published))
+            case Fetch():
+                link.send(self._records.fetch(message))
+            case JournalKept():
+                if self.spec is None or not 0 <= message.rank < self.spec.world_size:
+                    raise WireError(f"there is no rank {message.rank} to keep a journal for")
+                self._records.keep_journal(message)
+            case _ if isinstance(message, _FORWARDED):
+                self._send(message)
+            case _:
+                raise WireError(f"{type(message).__name__} is nothing that a worker may say")
+
+    def disconnected(self, link: Link) -> None:
+        """Its end is seen by the pidfd; a lost connection alone means nothing."""
+        worker = self._workers.get(link.worker)
+        if worker is not None and worker.link is link:
+            worker.link = None
