@@ -1,1 +1,1 @@
-"""Lives inside the training process: session, elastic groups, gate, records. Torch and standard library only."""
+"""Inside the training process: session, elastic groups, gate, state. Needs only torch and the standard library."""

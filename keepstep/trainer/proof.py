@@ -1,0 +1,62 @@
+"""Digests of a rank's state: at the end, after every step when asked, and once to compare twins."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from keepstep.trainer.adapters import fingerprint
+from keepstep.trainer.adapters.protected import Protected
+from keepstep.trainer.reports import Reports
+
+if TYPE_CHECKING:
+    from keepstep.trainer.session import Session
+
+SAMPLED_BYTES = 64 << 10
+
+
+def shard_digest(protected: Protected, recorded_buffers: Iterable[str]) -> str:
+    """A digest that twins share: replicated tensors without per-rank buffers, long ones by their ends."""
+    own = {tensor.data_ptr() for name, tensor in protected.buffers().items() if name in set(recorded_buffers)}
+    parts = {}
+    for name, tensor in protected.tensors().items():
+        if tensor.data_ptr() in own and tensor.numel():
+            continue
+        flat = tensor.detach().reshape(-1)
+        count = max(1, SAMPLED_BYTES // max(1, tensor.element_size()))
+        if flat.numel() > 2 * count:
+            parts[f"{name}/head"], parts[f"{name}/tail"] = flat[:count], flat[-count:]
+        else:
+            parts[name] = flat
+    return fingerprint.combined(fingerprint.digests(parts))
+
+
+class Proof:
+    """Writes digests beside the reports, when KEEPSTEP_FINGERPRINT asks for them (1, or "steps")."""
+
+    def __init__(self, session: Session, reports: Reports) -> None:
+        self._session = session
+        self._reports = reports
+        self._mode = os.environ.get("KEEPSTEP_FINGERPRINT", "")
+
+    def after_commit(self) -> None:
+        """The digest of every tensor after each commit, in mode "steps"."""
+        if self._mode == "steps":
+            tensors = fingerprint.digests(self._session.protected.tensors())
+            self._write({"fingerprint": True, "step": self._session.machine.step_count - 1, "tensors": tensors})
+
+    def at_end(self) -> None:
+        """The digest of the final state."""
+        if not self._mode:
+            return
+        tensors = fingerprint.digests(self._session.protected.tensors())
+        # The last gate of the loop is no step of the user's.
+        step = self._session.machine.step_count - 1
+        digest = fingerprint.combined(tensors)
+        self._write({"final": True, "step": step, "digest": digest, "tensors": tensors})
+
+    def _write(self, line: dict[str, object]) -> None:
+        rank = self._session.machine.rank
+        assert rank is not None
+        self._reports.write(rank, line)

@@ -1,0 +1,228 @@
+"""From a failure to the next step: connect, vote, and what the verdict asks of this worker.
+
+Runs on the user's thread, at a safe point. Any of it may fail or be overtaken by a newer
+generation; then it starts again from the newest one. What to do is the machine's decision; how a
+worker's state looks is `keepstep.trainer.state`'s affair.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from keepstep.core.events import StateReceived, VerdictReached
+from keepstep.core.types import Generation, Vote
+from keepstep.core.worker_events import (
+    ApplyUpdate,
+    CastVote,
+    CollectiveFailed,
+    Connect,
+    Connected,
+    LoadCheckpoint,
+    ReceiveState,
+    RedoStep,
+    SafePointReached,
+    VotesCounted,
+)
+from keepstep.errors import KeepstepError, ProtectionError
+from keepstep.trainer.adapters import resets
+from keepstep.trainer.gloo import GlooFabric
+from keepstep.trainer.session import Session
+from keepstep.trainer.store import AgentStore
+from keepstep.wire import codec
+from keepstep.wire.page import Phase
+
+MEMBERS_TIMEOUT_S = 600.0  # a cold replacement may compile for minutes; its death is the agent's to see
+GROUP_TIMEOUT_S = 15.0
+VOTE_TIMEOUT_S = 120.0
+
+
+class Outcome(enum.Enum):
+    """What the user's thread does after recovery."""
+
+    REDO = "redo"
+    ROLL = "roll"
+    RECEIVED = "received"
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """What a state transfer did."""
+
+    bytes: int
+    seconds: float
+    sources: tuple[int, ...]
+    bit_exact: bool
+
+
+def open_fabric(session: Session, generation: Generation) -> None:
+    """Make store and gloo device of `generation`; drops those of the older one."""
+    older = session.store
+    identity = session.identity
+    store = AgentStore(identity.socket_path, identity.hello("store"), f"g{generation.number}/")
+    fabric = make_fabric(session)
+    with session.lock:
+        if older is not None:
+            older.close()
+            session.retired_stores.append(older)  # torch's C++ side may still hold it
+        session.store, session.fabric = store, fabric
+        session.page.generation = generation.number
+        session.copying.clear()
+        if session.machine.next_generation is not None:
+            session.cut("a newer generation was announced")
+
+
+def make_fabric(session: Session) -> GlooFabric:
+    """The inner groups' transport of this process: NCCL beside gloo where the script asked for a GPU."""
+    host = session.link.welcome.advertise
+    if session.device_type == "cuda":
+        import torch
+
+        from keepstep.trainer.nccl import NcclFabric
+
+        return NcclFabric(host, torch.device("cuda", torch.cuda.current_device()))
+    return GlooFabric(host)
+
+
+def meet(session: Session, generation: Generation) -> None:
+    """Wait for all members and learn their addresses. Raises what the store raises."""
+    store, fabric = session.store, session.fabric
+    assert store is not None
+    assert fabric is not None
+    store.set(f"member/{session.worker}", json.dumps(fabric.endpoints))
+    for member in generation.members:
+        endpoints = json.loads(store.get_within(f"member/{member}", MEMBERS_TIMEOUT_S))
+        if member != session.worker:
+            fabric.add_peers([(str(host), int(port)) for host, port in endpoints])
+
+
+def connect_group(session: Session, group: Any) -> None:
+    """Give one elastic group an inner group of the session's generation."""
+    assert session.store is not None
+    assert session.fabric is not None
+    store = dist.PrefixStore(f"group/{group.key}", session.store)
+    group.inner = session.fabric.connect(store, group.getRank(), group.size(), GROUP_TIMEOUT_S)
+
+
+class Recovery:
+    """Carries out what the machine queued until training can go on."""
+
+    def __init__(self, session: Session, receive: Callable[[ReceiveState], Copied]) -> None:
+        self._session = session
+        self._receive = receive
+        self._connect_s = 0.0
+
+    def run(self) -> Outcome:
+        """Recover. Returns how the user's thread goes on; raises Released when everybody has finished."""
+        session = self._session
+        session.page.enter(Phase.WAITING)
+        session.tell(SafePointReached())
+        while True:
+            action = session.next_action()
+            match action:
+                case Connect(generation=generation):
+                    self._attempt(generation, lambda: self._connect(generation))
+                case CastVote(vote=vote):
+                    generation = self._generation()
+                    self._attempt(generation, lambda: self._vote(generation, vote))
+                case ReceiveState():
+                    if self._attempt(self._generation(), lambda: self._copy(action)):
+                        return Outcome.RECEIVED
+                case RedoStep():
+                    return Outcome.REDO
+                case ApplyUpdate():
+                    return Outcome.ROLL
+                case LoadCheckpoint(verdict=verdict):
+                    # The controller restarts every rank from the script's own checkpoint.
+                    session.say(f"rollback: {verdict.reason}")
+                    session.strand()
+
+    def _generation(self) -> Generation:
+        generation = self._session.machine.generation
+        assert generation is not None
+        return generation
+
+    def _attempt(self, generation: Generation, work: Callable[[], None]) -> bool:
+        """Do `work` for `generation`; a failure is a complaint unless a newer generation explains it."""
+        session = self._session
+        try:
+            work()
+        except (RuntimeError, OSError, KeepstepError, dist.DistStoreError) as error:
+            lines = str(error).splitlines()
+            reason = f"{type(error).__name__}: {lines[0] if lines else ''}"
+            with session.lock:
+                if session.is_current(generation):
+                    session.say(f"recovery failed: {reason}")
+                    session.tell(CollectiveFailed(reason=reason))
+            return False
+        return True
+
+    def _connect(self, generation: Generation) -> None:
+        session = self._session
+        started_s = time.monotonic()
+        session.groups.settle(poisoned=True)
+        if session.fabric is not None:
+            session.fabric.cut()
+        session.groups.drain()
+        session.groups.detach()
+        resets.reset(session.protected.modules.values())
+        open_fabric(session, generation)
+        meet(session, generation)
+        for group in session.groups:
+            connect_group(session, group)
+        self._connect_s = time.monotonic() - started_s
+        with session.lock:
+            if session.is_current(generation):
+                session.groups.settle(poisoned=False)
+                session.tell(Connected(generation=generation.number))
+
+    def _vote(self, generation: Generation, vote: Vote) -> None:
+        session = self._session
+        store = session.store
+        assert store is not None
+        started_s = time.monotonic()
+        store.set(f"vote/{session.worker}", codec.encode(vote))
+        votes = []
+        for member in generation.members:
+            other = codec.decode(store.get_within(f"vote/{member}", VOTE_TIMEOUT_S))
+            if not isinstance(other, Vote) or other.worker != member:
+                raise ProtectionError(f"member {member} voted with a {type(other).__name__}")
+            votes.append(other)
+        session.tell(VotesCounted(generation=generation.number, votes=tuple(votes)))
+        verdict = session.machine.verdict
+        if verdict is None or not session.is_current(generation):
+            return
+        session.resumption_due = True
+        session.link.send(
+            VerdictReached(
+                worker=session.worker,
+                generation=generation.number,
+                target=verdict.target,
+                course=verdict.courses[session.worker].value,
+                reason=verdict.reason,
+                connect_s=self._connect_s,
+                vote_s=time.monotonic() - started_s,
+            )
+        )
+
+    def _copy(self, action: ReceiveState) -> None:
+        session = self._session
+        generation = self._generation()
+        copied = self._receive(action)
+        session.link.send(
+            StateReceived(
+                worker=session.worker,
+                generation=generation.number,
+                transfer_s=copied.seconds,
+                bytes=copied.bytes,
+                sources=copied.sources,
+            )
+        )
+        if not copied.bit_exact:
+            session.say("no record of this rank was found: the continuation is not bit for bit")

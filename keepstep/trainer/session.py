@@ -1,0 +1,281 @@
+"""One worker's session: the shell around its protocol machine.
+
+Two threads meet here. The listening thread (link) brings announcements and carries out at once what
+must not wait: cutting the old groups. The user's thread does everything that blocks, when it
+stands at a safe point (`keepstep.trainer.recovery`). One lock guards the machine.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from keepstep.core.actions import Announce, Release, StandBy
+from keepstep.core.events import Complained
+from keepstep.core.types import Generation
+from keepstep.core.worker import WorkerMachine
+from keepstep.core.worker_events import (
+    ApplyUpdate,
+    CollectiveFailed,
+    Complain,
+    Connect,
+    CutGroups,
+    EnterGate,
+    Interrupted,
+    Leave,
+    Publish,
+    ServeState,
+    WorkerAction,
+    WorkerEvent,
+)
+from keepstep.trainer.adapters.protected import Protected
+from keepstep.trainer.adapters.shard import shard_identity
+from keepstep.trainer.elastic import Groups, Place
+from keepstep.trainer.faults import Faults
+from keepstep.trainer.gloo import GlooFabric
+from keepstep.trainer.link import Identity, Link
+from keepstep.trainer.store import AgentStore
+from keepstep.wire.messages import Fenced, JournalKept
+from keepstep.wire.page import Page, Phase
+
+if TYPE_CHECKING:
+    from keepstep.trainer.ends import Ends
+
+EXIT_FENCED = 73
+EXIT_STRANDED = 76
+STRANDED_TIMEOUT_S = 600.0
+
+
+class Released(BaseException):  # noqa: N818 - no error: every rank has finished
+    """All ranks have finished: nobody waits for this one any more."""
+
+
+class Session:
+    """What the parts of the trainer share: machine, groups, page, link, and the word of the controller."""
+
+    def __init__(self, identity: Identity) -> None:
+        self.identity = identity
+        self.lock = threading.Condition(threading.RLock())
+        self.machine = WorkerMachine(identity.worker)
+        self.todo: deque[WorkerAction] = deque()
+        self.serving: ServeState | None = None
+        self.announced: Generation | None = None
+        self.joined = False
+        self.standby: StandBy | None = None
+        self.released = False
+        self.rehearsing = False
+        self.device_type = "cpu"
+        self.ends: Ends | None = None
+        self.fabric: GlooFabric | None = None
+        self.store: AgentStore | None = None
+        self.retired_stores: list[AgentStore] = []
+        self.copying = threading.Event()  # set: whoever copies state stops
+        self.protected = Protected()
+        self.page = Page.open(identity.page_path)
+        self.link = Link(identity, self._on_message)
+        self.groups = Groups(self.link.welcome.world_size)
+        self.groups.on_failure = lambda reason: self.tell(CollectiveFailed(reason=reason)) and None
+        self.groups.on_stranded = self.strand
+        self.faults = Faults.from_environment(self)
+        self.resumption_due = False
+        self.closed_gates = 0  # passed after the last step: the loop's end, finish()
+        self.link.start()
+
+    # ---- what others ask ------------------------------------------------------------------------
+
+    @property
+    def worker(self) -> int:
+        return self.identity.worker
+
+    @property
+    def world_size(self) -> int:
+        return self.link.welcome.world_size
+
+    @property
+    def generation_number(self) -> int:
+        generation = self.machine.generation
+        return -1 if generation is None else generation.number
+
+    @property
+    def live(self) -> bool:
+        """Whether this process plays a rank: False while it rehearses."""
+        return self.joined and not self.rehearsing
+
+    @property
+    def must_turn(self) -> bool:
+        """Whether the user's thread must go through recovery before it does anything else."""
+        return self.groups.poisoned or bool(self.todo)
+
+    def describe(self) -> str:
+        """Who speaks: for log lines and errors."""
+        return (
+            f"job {self.identity.job}, rank {self.machine.rank}, worker {self.worker}, "
+            f"generation {self.generation_number}, step {self.machine.step_count}"
+        )
+
+    def say(self, text: str) -> None:
+        """One line to this worker's log."""
+        sys.stderr.write(f"keepstep [{self.describe()}]: {text}\n")
+        sys.stderr.flush()
+
+    # ---- the machine ----------------------------------------------------------------------------
+
+    def tell(self, event: WorkerEvent) -> list[WorkerAction]:
+        """Give the machine one event; do at once what must not wait, queue what the user's thread does."""
+        with self.lock:
+            actions = self.machine.step(event)
+            for action in actions:
+                self._carry_out(action)
+            self.lock.notify_all()
+        return actions
+
+    def _carry_out(self, action: WorkerAction) -> None:
+        match action:
+            case CutGroups():
+                self.cut(f"generation {self._newest_number()} was announced")
+            case Complain(generation=generation, reason=reason):
+                self.link.send(
+                    Complained(
+                        worker=self.worker,
+                        generation=generation,
+                        reason=reason,
+                        step=self.machine.step_count,
+                        published=self.page.published,
+                    )
+                )
+            case Publish(step=step):
+                self.page.published = step
+            case Leave(reason=reason):
+                self.leave(reason)
+            case EnterGate() | ApplyUpdate(roll=False):
+                pass  # the gate reads these from the answer
+            case ServeState():
+                self.serving = action  # offered at the next boundary of a step
+            case Connect():
+                self.serving = None
+                self.todo.clear()  # whatever was under way belongs to an older generation
+                self.todo.append(action)
+            case _:
+                self.todo.append(action)
+
+    def _newest_number(self) -> int:
+        newest = self.machine.next_generation or self.machine.generation
+        return -1 if newest is None else newest.number
+
+    def cut(self, reason: str) -> None:
+        """Poison, and free whoever is blocked: in a collective, in the store, in a copy."""
+        self.groups.poison(reason, complain=False)
+        self.copying.set()
+        if self.fabric is not None:
+            self.fabric.cut()
+        if self.store is not None:
+            self.store.cut()
+
+    def next_action(self) -> WorkerAction:
+        """Wait for what to do next. Raises Released. The link's orphan timeout bounds the wait."""
+        with self.lock:
+            while True:
+                if self.released:
+                    raise Released
+                if self.todo:
+                    return self.todo.popleft()
+                self.lock.wait(1.0)
+
+    def is_current(self, generation: Generation) -> bool:
+        """Whether `generation` is still the one to work for (call with the lock held to act on it)."""
+        return self.generation_number == generation.number and self.machine.next_generation is None
+
+    # ---- the controller's word ------------------------------------------------------------------
+
+    def _on_message(self, message: Any) -> None:
+        match message:
+            case Announce(generation=generation):
+                self._hear(generation)
+            case StandBy():
+                with self.lock:
+                    self.standby = message
+                    self.lock.notify_all()
+            case Release():
+                with self.lock:
+                    self.released = True
+                    self.cut("every rank has finished")
+                    self.lock.notify_all()
+            case Fenced(reason=reason):
+                self.leave(reason)
+            case _:
+                self.say(f"ignores a message that is not for a worker: {type(message).__name__}")
+
+    def _hear(self, generation: Generation) -> None:
+        with self.lock:
+            if self.joined:
+                self.tell(Interrupted(generation=generation))
+                return
+            older = self.announced
+            if older is not None and generation.number <= older.number:
+                return
+            if self.worker in generation.members:
+                self.announced = generation
+                self.lock.notify_all()
+            elif older is not None:
+                self.leave(f"generation {generation.number} goes on without this spare")
+
+    def await_rank(self, *, symmetric: bool) -> Generation | None:
+        """Park until a generation names this worker; None: rehearse (init(symmetric=True)) meanwhile."""
+        with self.lock:
+            while self.announced is None and not (symmetric and self.standby is not None):
+                if self.released:
+                    self.leave("the job has finished", status=0)
+                self.lock.wait(1.0)
+            return self.announced
+
+    def join(self) -> None:
+        """From now on the announced generation, and every later one, is this worker's business."""
+        with self.lock:
+            assert self.announced is not None
+            self.joined = True
+            self.tell(Interrupted(generation=self.announced))
+
+    # ---- setup ----------------------------------------------------------------------------------
+
+    def learn_shard(self) -> None:
+        """Which bytes this rank must hold, from the structure of what it protects."""
+        parameters = {
+            f"{name}/{group_index}/{index}": parameter
+            for name, optimizer in self.protected.optimizers.items()
+            for group_index, group in enumerate(optimizer.param_groups)
+            for index, parameter in enumerate(group["params"])
+        }
+        shard = shard_identity(parameters)
+        with self.lock:
+            self.machine.shard = shard
+            if self.machine.has_state:
+                self.machine.held_shard = shard
+
+    def end_setup(self) -> None:
+        """The script has built everything: hand its setup journal over, refuse stray collectives."""
+        journal, self.groups.journal = self.groups.journal, None
+        if journal is not None and self.machine.rank is not None:
+            self.link.send(
+                JournalKept(worker=self.worker, rank=self.machine.rank, data=journal.to_bytes())
+            )
+        self.groups.settle(place=Place.OUTSIDE)
+
+    # ---- ends -----------------------------------------------------------------------------------
+
+    def leave(self, reason: str, *, status: int = EXIT_FENCED) -> None:
+        """End this process at once: its id is never used again."""
+        try:
+            self.say(f"leaves: {reason}")
+            sys.stdout.flush()
+        finally:
+            os._exit(status)
+
+    def strand(self) -> None:
+        """A failure in setup: every rank starts again, so wait to be ended."""
+        self.page.enter(Phase.WAITING)
+        self.say("a peer failed during setup: every rank starts again")
+        threading.Event().wait(STRANDED_TIMEOUT_S)
+        self.leave(f"nobody restarted the job in {STRANDED_TIMEOUT_S:.0f} s", status=EXIT_STRANDED)

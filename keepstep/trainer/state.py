@@ -1,0 +1,142 @@
+"""A rank's state on its way: offered by its twins at a step's boundary, received by a replacement.
+
+Between the boundary and the next update parameters and optimizer state stand still, so a source
+serves from another thread while it computes. What only the dead rank knew comes from its record.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from keepstep.core.worker_events import CopyCompleted, CopyStarted, ReceiveState, ServeState
+from keepstep.errors import ProtectionError
+from keepstep.trainer import rng, values
+from keepstep.trainer.recovery import Copied
+from keepstep.transfer import Manifest, StateServer, TensorSpec, fetch_manifest, receive
+from keepstep.transfer.buffers import view
+
+if TYPE_CHECKING:
+    from keepstep.trainer.loop import Loop
+    from keepstep.trainer.session import Session
+
+OFFER_TIMEOUT_S = 120.0
+COPY_TIMEOUT_S = 3600.0
+
+
+class StateExchange:
+    """Serves and receives state for one session."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._server: StateServer | None = None
+        self._offered: str | None = None
+
+    def offer(self, action: ServeState, cursor: dict[str, Any] | None, closed_gates: int) -> None:
+        """Let the named targets copy this worker's state, from now until the next update."""
+        session = self._session
+        lineage = action.verdict.lineage
+        if lineage is None or session.store is None:
+            raise ProtectionError("asked to serve state without a target")
+        if self._server is None:
+            self._server = StateServer(session.link.welcome.advertise, session.identity.token)
+        tensors = session.protected.tensors()
+        manifest = Manifest(
+            tensors=tuple(
+                TensorSpec(
+                    name=name,
+                    dtype=str(tensor.dtype).removeprefix("torch."),
+                    shape=tuple(tensor.shape),
+                    bytes=tensor.numel() * tensor.element_size(),
+                )
+                for name, tensor in tensors.items()
+            ),
+            values=values.to_bytes(
+                {"values": session.protected.values(), "cursor": cursor, "closed": closed_gates, "rng": rng.capture()}
+            ),
+            step=session.machine.step_count,
+            lineage=lineage.digest,
+        )
+        key = f"{session.generation_number}/{lineage.digest}"
+        self.withdraw()
+        self._server.offer(key, manifest, [view(tensor) for tensor in tensors.values()])
+        self._offered = key
+        session.store.set(f"serve/{session.worker}", self._server.address)
+        session.faults.at("transfer_source")
+
+    def withdraw(self) -> None:
+        """The update is about to change everything: serve no longer."""
+        if self._offered is not None and self._server is not None:
+            self._server.withdraw(self._offered)
+            self._offered = None
+
+    def await_copies(self, targets: tuple[int, ...]) -> None:
+        """Wait until the targets hold their state (or something newer happens): for a source that ends."""
+        session = self._session
+        try:
+            for target in targets:
+                assert session.store is not None
+                session.store.get_within(f"copied/{target}", OFFER_TIMEOUT_S)
+        except (ProtectionError, TimeoutError) as error:
+            session.say(f"worker {target} did not say that its copy is complete: {error}")
+
+    def receive(self, action: ReceiveState, loop: Loop) -> Copied:
+        """Take the state of the verdict's target. Raises what transfer and store raise."""
+        session = self._session
+        lineage, store = action.verdict.lineage, session.store
+        if lineage is None or store is None:
+            raise ProtectionError("asked to receive state without a target")
+        started_s = time.monotonic()
+        key = f"{session.generation_number}/{lineage.digest}"
+        token = session.identity.token
+        addresses = {
+            worker: store.get_within(f"serve/{worker}", OFFER_TIMEOUT_S).decode() for worker in action.sources
+        }
+        if not addresses:
+            raise ProtectionError("the verdict names no source")
+        first = next(iter(addresses.values()))
+        manifest = fetch_manifest(first, token, key, OFFER_TIMEOUT_S)
+        session.tell(CopyStarted())
+        session.faults.at("transfer_target")
+        session.protected.ensure({spec.name: (spec.dtype, tuple(spec.shape)) for spec in manifest.tensors})
+        tensors = session.protected.tensors()
+        missing = [spec.name for spec in manifest.tensors if spec.name not in tensors]
+        if missing:
+            raise ProtectionError(f"this worker has no {missing[0]}: does the script build the same model?")
+        buffers = [view(tensors[spec.name]) for spec in manifest.tensors]
+        result = receive(
+            list(addresses.values()), token, key, manifest, buffers, COPY_TIMEOUT_S, session.copying
+        )
+        bit_exact = self._become(manifest, lineage.digest, loop)
+        session.tell(CopyCompleted())
+        store.set(f"copied/{session.worker}", b"1")
+        return Copied(result.bytes, time.monotonic() - started_s, tuple(addresses), bit_exact)
+
+    def _become(self, manifest: Manifest, lineage: str, loop: Loop) -> bool:
+        """Values and record: after this the worker is the rank. False without a fitting record."""
+        session = self._session
+        shared = values.from_bytes(manifest.values)
+        session.protected.load_values(shared["values"])
+        rank = session.machine.rank
+        assert rank is not None
+        answer = session.link.fetch("record", rank, lineage=lineage)
+        if answer.data is None:
+            session.say(f"no record of rank {rank} for step {manifest.step}: {answer.detail}")
+            loop.stand_at(shared["cursor"], shared["closed"], own=False)
+            rng.restore(shared["rng"])
+            return False
+        record = loop.recorder.load(answer.data)
+        loop.stand_at(record["cursor"], record["closed"], own=True)
+        rng.restore(record["rng"])
+        return True
+
+
+def drop_gradients(session: Session) -> None:
+    """A rank that received its state starts the step without gradients."""
+    for optimizer in session.protected.optimizers.values():
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if isinstance(parameter, torch.Tensor):
+                    parameter.grad = None
