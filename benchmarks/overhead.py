@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from common import Options, options, table, write
+
 JOB = Path(__file__).resolve().parent / "overhead_job.py"
 RANKS = 2
 LEFT_OUT_STEPS, LEFT_OUT_TURNS = 2, 1
@@ -152,3 +154,27 @@ def used_times(times: list[float], size: Size) -> list[float]:
 def measure_all(quick: bool) -> list[Ratio]:
     with tempfile.TemporaryDirectory(prefix="keepstep-overhead-") as name:
         return [measure(size, Path(name)) for size in plan(quick)]
+
+
+def main(chosen: Options) -> None:
+    ratios = measure_all(chosen.quick)
+    print(
+        table(
+            ("parameters", "ranks", "steps each", "plain DDP ms", "Keepstep ms", "ratio"),
+            [
+                (one.size.parameters, RANKS, one.steps, one.plain_ms, one.keepstep_ms, one.ratio)
+                for one in ratios
+            ],
+        )
+    )
+    print("\nmedian time of a step, both jobs by turns on the same machine")
+    figures: dict[str, float] = {}
+    for one in ratios:
+        name = one.size.figure.removeprefix("ratio_")
+        figures |= {one.size.figure: one.ratio, f"plain_ms_{name}": one.plain_ms}
+        figures[f"keepstep_ms_{name}"] = one.keepstep_ms
+    write(chosen, figures)
+
+
+if __name__ == "__main__":
+    main(options(__doc__))

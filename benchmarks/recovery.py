@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
+from common import Options, options, table, write
+
 from keepstep.cli.jobs import Harm, JobFailed, LaunchedJob
 from keepstep.cli.reports import Reports, compare, kill_to_next_new_step_s, recomputation
 
@@ -23,6 +25,7 @@ JOB = Path(__file__).resolve().parent / "recovery_job.py"
 BURST_STEPS = 30
 EARLIEST, LATEST = 8, 20  # the step of a burst in which a worker is harmed
 START_LIMIT_S, RESUME_LIMIT_S, END_LIMIT_S = 120.0, 60.0, 120.0
+SEED = 1
 ENVIRONMENT = {"KEEPSTEP_FINGERPRINT": "1"}
 
 
@@ -180,8 +183,8 @@ def plan(quick: bool) -> list[Series]:
     ]
 
 
-def run_all(series: list[Series], seed: int) -> list[Result]:
-    choice = random.Random(seed)
+def run_all(series: list[Series]) -> list[Result]:
+    choice = random.Random(SEED)
     with tempfile.TemporaryDirectory(prefix="keepstep-recovery-") as name:
         folder = Path(name)
         measured = [measure(one, folder, choice) for one in series]
@@ -201,3 +204,29 @@ def figures(results: list[Result]) -> dict[str, float]:
     found["committed_steps_lost"] = sum(one.committed_steps_lost for one in results)
     found["recomputed_max"] = max(one.recomputed_most for one in results)
     return found
+
+
+def main(chosen: Options) -> None:
+    results = run_all(plan(chosen.quick))
+    print(
+        table(
+            ("figure", "ranks", "spare", "harms", "median s", "min s", "max s", "identical", "recomputed"),
+            [
+                (
+                    *(one.series.figure, one.series.ranks, one.series.readiness, len(one.times_s)),
+                    *(median(one.times_s), min(one.times_s), max(one.times_s)),
+                    *("yes" if one.identical else "NO", one.recomputed_most),
+                )
+                for one in results
+            ],
+        )
+    )
+    for one in results:
+        if not one.identical:
+            print(f"{one.series.figure}: {one.difference}")
+    print('\nsignal to the next new step of the rank; "recomputed": most steps that one harm cost')
+    write(chosen, figures(results), {"choice": SEED}, ("psutil",))
+
+
+if __name__ == "__main__":
+    main(options(__doc__))
