@@ -86,7 +86,11 @@ class Progressed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerdictReached:
-    """A member learned the verdict of `generation`. `recomputed`: steps it will compute again."""
+    """A member learned the verdict of `generation`.
+
+    `course` is the member's own (`Course`). `recomputed`: steps it will compute again; None: one
+    when it keeps its state, none otherwise.
+    """
 
     worker: int
     generation: int
@@ -96,6 +100,7 @@ class VerdictReached:
     connect_s: float
     vote_s: float
     bit_exact: bool = True
+    recomputed: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

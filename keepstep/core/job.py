@@ -1,0 +1,400 @@
+"""The job's controller as a machine: what happened goes in, what to do comes out.
+
+`step(event, now_s)` notes the fact, then lets the rules of `recovery` do what is due. The shell
+carries the actions out in order and sends `Ticked` at `next_deadline_s`. There is no clock here,
+no process and no socket; time is the caller's, in seconds, and never goes back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from keepstep.core.actions import Action, Announce, Persist, Release
+from keepstep.core.events import (
+    AgentJoined,
+    AgentLost,
+    Complained,
+    Event,
+    FingerprintTaken,
+    PersistFailed,
+    Progressed,
+    Resumed,
+    ScriptFailed,
+    StateReceived,
+    StopRequested,
+    Ticked,
+    UsageRefused,
+    VerdictReached,
+    WorkerExited,
+    WorkerFinished,
+    WorkerParked,
+    WorkerSuspected,
+)
+from keepstep.core.job_config import JobConfig
+from keepstep.core.job_state import Complaint, Ending, JobState, say_status
+from keepstep.core.losses import USAGE_EXIT_CODE, member_lost, process_lost
+from keepstep.core.membership import Standing, Worker
+from keepstep.core.recovery import next_deadline_s, pursue, refill_later, restart_world
+from keepstep.core.resumption import rebuild
+from keepstep.core.snapshot import snapshot
+
+__all__ = ["JobConfig", "JobMachine"]
+
+STOP_EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143, "SIGHUP": 129, "SIGQUIT": 131}
+
+
+class JobMachine:
+    """The controller of one job. After `EndJob` it answers every event with nothing."""
+
+    def __init__(self, config: JobConfig) -> None:
+        self.state = JobState(config=config)
+
+    @classmethod
+    def resume(cls, config: JobConfig, entries: Iterable[Persist]) -> JobMachine:
+        """Go on from what an earlier controller wrote; `entries` in the order they were persisted.
+
+        Every agent must join again with its living workers, and parked workers must say so again.
+        """
+        machine = cls(config)
+        rebuild(machine.state, entries)
+        return machine
+
+    @property
+    def config(self) -> JobConfig:
+        return self.state.config
+
+    def step(self, event: Event, now_s: float) -> list[Action]:
+        """Take one event; the actions are to be carried out in order."""
+        state = self.state
+        if state.over is not None:
+            return []
+        self._begin()
+        match event:
+            case AgentJoined():
+                self._agent_joined(event, now_s)
+            case AgentLost():
+                self._agent_lost(event, now_s)
+            case WorkerParked():
+                self._worker_parked(event)
+            case WorkerExited():
+                self._worker_exited(event, now_s)
+            case WorkerSuspected():
+                self._worker_suspected(event, now_s)
+            case Complained():
+                self._complained(event, now_s)
+            case Progressed():
+                self._progressed(event)
+            case VerdictReached():
+                self._verdict_reached(event, now_s)
+            case StateReceived():
+                if state.incident is not None and self._counts(event.worker, event.generation):
+                    state.incident.learn_transfer(event)
+            case Resumed():
+                self._resumed(event, now_s)
+            case FingerprintTaken():
+                self._fingerprint_taken(event)
+            case ScriptFailed():
+                self._script_failed(event, now_s)
+            case UsageRefused():
+                self._usage_refused(event, now_s)
+            case WorkerFinished():
+                self._worker_finished(event, now_s)
+            case PersistFailed():
+                self._persist_failed(event)
+            case StopRequested():
+                self._stop_requested(event, now_s)
+            case Ticked():
+                pass
+        pursue(state, now_s)
+        actions, state.actions = state.actions, []
+        return actions
+
+    def next_deadline_s(self, now_s: float) -> float | None:
+        """When to send `Ticked` if nothing happens before; None: only an event can help."""
+        return next_deadline_s(self.state, now_s)
+
+    def snapshot(self) -> dict[str, Any]:
+        """What `status` shows, as JSON takes it."""
+        return snapshot(self.state)
+
+    def _begin(self) -> None:
+        state = self.state
+        if not state.begun:
+            state.begun = True
+            config = state.config
+            body = {"job": config.job, "world_size": config.world_size, "spares": config.spares}
+            state.persist("job", {**body, "max_restarts": config.max_restarts, "observe": config.observe})
+
+    def _counts(self, worker: int, generation: int) -> bool:
+        """Whether a report comes from a member about the newest generation."""
+        newest = self.state.newest
+        return newest is not None and generation == newest.number and self.state.is_member(worker)
+
+    # ---- nodes and workers ----------------------------------------------------------------------
+
+    def _agent_joined(self, event: AgentJoined, now_s: float) -> None:
+        state = self.state
+        again = event.node in state.members.slots
+        state.members.slots[event.node] = event.slots
+        known = state.members.workers
+        for number in event.workers:
+            if number not in known:
+                # Its number is spent, whoever it is; it takes no slot that is known here.
+                state.members.adopt(Worker(number=number, node=event.node, slot=-1))
+                state.kill(number, f"worker {number} is in no ledger")
+        missing = [w for w in state.members.alive() if w.node == event.node and w.number not in event.workers]
+        for worker in missing:
+            process_lost(state, worker, None, "was gone when its agent came back", now_s, "death")
+        if again or event.workers:
+            self._tell_again(event.node)
+
+    def _tell_again(self, node: str) -> None:
+        """What was said while the agent could not hear, said again."""
+        state = self.state
+        playing = set(state.current_members())
+        for worker in state.members.alive():
+            fenced = worker.standing is Standing.PLAYING and (
+                worker.number not in playing or state.restarting
+            )
+            if worker.node == node and worker.standing is Standing.ENDING:
+                state.kill(worker.number, f"worker {worker.number} should have ended")
+            elif worker.node == node and fenced:
+                state.kill(worker.number, f"worker {worker.number} is fenced")
+            elif worker.node == node and worker.standing is Standing.PARKED:
+                worker.stood_by = False
+                if not state.restarting:
+                    state.stand_by(worker)
+        if not state.restarting and state.newest is not None and not state.finishing:
+            reason = f"the agent of {node} came back: generation {state.newest.number} counts"
+            state.actions.append(Announce(generation=state.newest, reason=reason))
+
+    def _agent_lost(self, event: AgentLost, now_s: float) -> None:
+        state = self.state
+        state.say(f"node {event.node} is lost: {event.reason}", "error")
+        state.members.slots.pop(event.node, None)
+        for worker in [w for w in state.members.alive() if w.node == event.node]:
+            process_lost(
+                state, worker, None, f"is lost with node {event.node} ({event.reason})", now_s, "node"
+            )
+
+    def _worker_parked(self, event: WorkerParked) -> None:
+        worker = self.state.members.workers.get(event.worker)
+        if worker is None or worker.standing not in (Standing.STARTING, Standing.PARKED):
+            return
+        self.state.start_failures = 0
+        if self.state.restarting and event.readiness == "hot":
+            self.state.kill(worker.number, "it was built for a world that is started again")
+            return
+        worker.standing, worker.readiness = Standing.PARKED, event.readiness
+        if not self.state.restarting and not self.state.finishing:
+            self.state.stand_by(worker)
+
+    def _worker_exited(self, event: WorkerExited, now_s: float) -> None:
+        state = self.state
+        worker = state.members.workers.get(event.worker)
+        if worker is None or not worker.alive:
+            return
+        worker.step = max(worker.step, event.step)
+        self._learn_published(event.worker, event.published)
+        text = say_status(event.status, event.oom_killed)
+        process_lost(state, worker, event.status, text, now_s, "death", event.first_evidence_s)
+
+    def _worker_suspected(self, event: WorkerSuspected, now_s: float) -> None:
+        state = self.state
+        worker = state.members.workers.get(event.worker)
+        if worker is None or not worker.useful or state.finishing or state.ending or state.stopping:
+            return
+        self._learn_published(event.worker, event.published)
+        if state.config.observe:
+            text = f"would fence and kill {state.name(event.worker)}: {event.reason}"
+            state.persist("note", {"about": "would", "text": text, "reason": event.reason})
+            state.say(f"observe: {text}", "warning")
+            return
+        if state.is_member(event.worker):
+            member_lost(
+                state, worker, "suspicion", f"is suspected: {event.reason}", now_s, event.first_evidence_s
+            )
+            if state.incident is not None:
+                state.incident.evidence[str(event.worker)] = dict(event.evidence)
+        else:
+            name = state.name(event.worker)
+            state.say(f"{name} is suspected: {event.reason}; it is replaced, no rank is touched", "warning")
+        if state.over is None:
+            state.kill(event.worker, event.reason)
+
+    # ---- what members report --------------------------------------------------------------------
+
+    def _learn_published(self, worker: int, published: int) -> None:
+        """How many steps all ranks hold. Only members count: another world's steps mean nothing."""
+        state = self.state
+        if not state.is_member(worker) or published <= state.published:
+            return
+        state.published = published
+        if not state.setup_over and published >= state.config.setup_steps:
+            assert state.newest is not None
+            state.setup_over = True
+            # A restarted controller must know that ranks may be replaced from now on.
+            state.persist("note", {"about": "setup_over", "generation": state.newest.number})
+
+    def _complained(self, event: Complained, now_s: float) -> None:
+        state = self.state
+        worker = state.members.workers.get(event.worker)
+        if worker is None or not state.is_member(event.worker) or state.newest is None:
+            return
+        worker.step = max(worker.step, event.step)
+        if state.finishing:
+            state.actions.append(Release(workers=(event.worker,)))
+            return
+        if event.generation != state.newest.number:
+            return
+        self._learn_published(event.worker, event.published)
+        if state.complaint is None:
+            state.complaint = Complaint(
+                worker=event.worker,
+                reason=event.reason,
+                seen_s=now_s,
+                until_s=now_s + state.config.complaint_grace_s,
+            )
+
+    def _progressed(self, event: Progressed) -> None:
+        if not self.state.is_member(event.worker):
+            return
+        self.state.members.workers[event.worker].step = event.step
+        self._learn_published(event.worker, event.published)
+
+    def _verdict_reached(self, event: VerdictReached, now_s: float) -> None:
+        state = self.state
+        if not self._counts(event.worker, event.generation):
+            return
+        if event.target is None:
+            state.say(f"generation {event.generation}: {event.reason}", "error")
+            incident = state.open_incident("complaint", event.reason, now_s, None, None)
+            incident.learn_verdict(event)
+            incident.steps_lost = max(incident.steps_lost, state.published)
+            restart_world(state, "rollback", f"no live copy is left ({event.reason})", now_s)
+            return
+        if state.incident is not None:
+            state.incident.learn_verdict(event)
+        if event.target < state.published:
+            lost = state.published - event.target
+            text = f"generation {event.generation} goes back from step {state.published} to {event.target}"
+            state.say(f"{text}: {lost} committed steps are lost ({event.reason})", "error")
+            state.persist("note", {"about": "rollback", "text": text})
+            state.published = event.target
+            if state.incident is not None:
+                state.incident.steps_lost += lost
+
+    def _resumed(self, event: Resumed, now_s: float) -> None:
+        state = self.state
+        if not self._counts(event.worker, event.generation) or state.newest is None:
+            return
+        state.members.workers[event.worker].step = event.step
+        state.resumed.add(event.worker)
+        state.start_failures = 0
+        if state.incident is None or not state.resumed.issuperset(state.newest.ranks) or state.gone():
+            return
+        incident = state.close_incident(now_s)
+        assert incident is not None
+        total_s = incident.total_s() or 0.0
+        state.say(
+            f"incident {incident.number} is over ({incident.resolution}) after {total_s:.3f} s: training goes on "
+            f"at step {event.step}; committed steps lost {incident.steps_lost}, "
+            f"steps computed again {incident.steps_recomputed}"
+        )
+        refill_later(state, now_s)
+
+    def _fingerprint_taken(self, event: FingerprintTaken) -> None:
+        state = self.state
+        if not state.is_member(event.worker):
+            return
+        other = state.fingerprints.disagreement(event)
+        if other is not None:
+            text = (
+                f"ranks {other.rank} (worker {other.worker}) and {event.rank} (worker {event.worker}) should hold "
+                f"the same bytes after step {event.step}, but differ: silent corruption, or state that is not "
+                f"replicated"
+            )
+            state.say(text, "error")
+            state.persist(
+                "note",
+                {"about": "fingerprint", "text": text, "step": event.step, "ranks": [other.rank, event.rank]},
+            )
+
+    # ---- the end --------------------------------------------------------------------------------
+
+    def _script_failed(self, event: ScriptFailed, now_s: float) -> None:
+        state = self.state
+        worker = state.members.workers.get(event.worker)
+        if worker is None or state.ending or state.stopping or worker.standing is Standing.EXITED:
+            return
+        name = state.name(event.worker)
+        state.say(f"{name}: {event.summary}\n{event.traceback}".rstrip(), "error")
+        if state.is_member(event.worker):
+            if event.hardware and not state.config.observe and not state.finishing:
+                if worker.useful:
+                    text = f"failed with a machine's error ({event.summary})"
+                    member_lost(state, worker, "hardware", text, now_s, None, event.summary)
+                    state.kill(event.worker, event.summary)
+                return
+        elif state.generations and not state.restarting:
+            state.say(f"{name} failed while it rehearsed; it is replaced, no rank is touched", "warning")
+            state.kill(event.worker, event.summary)
+            return
+        reason = f"the script failed in {name}: {event.summary}"
+        state.ending = Ending(
+            exit_code=1, reason=reason, until_s=now_s + state.config.exit_wait_s, awaits=event.worker
+        )
+
+    def _usage_refused(self, event: UsageRefused, now_s: float) -> None:
+        state = self.state
+        worker = state.members.workers.get(event.worker)
+        if worker is None or state.ending or state.stopping:
+            return
+        if state.is_member(event.worker) or not state.generations or state.restarting:
+            state.end(USAGE_EXIT_CODE, event.message, now_s)
+        elif worker.useful:
+            state.say(f"{state.name(event.worker)}: {event.message}", "warning")
+            state.kill(event.worker, event.message)
+
+    def _worker_finished(self, event: WorkerFinished, now_s: float) -> None:
+        state = self.state
+        if not state.is_member(event.worker) or state.newest is None:
+            return
+        worker = state.members.workers[event.worker]
+        worker.finished, worker.step = True, max(worker.step, event.step)
+        if state.finishing:
+            return
+        state.finishing = True
+        # It passed the last gate, so every rank holds the last step: nobody is needed any more.
+        state.say(f"all {event.step} steps are finished")
+        idle = [w.number for w in state.members.useful() if w.number not in state.newest.members]
+        others = [number for number in state.newest.members if number != event.worker]
+        in_need = others if state.incident is not None or state.complaint is not None else []
+        leaving = tuple(sorted([*idle, *(n for n in in_need if state.members.workers[n].useful)]))
+        if leaving:
+            state.actions.append(Release(workers=leaving))
+        state.close_incident(now_s)
+
+    def _persist_failed(self, event: PersistFailed) -> None:
+        if not self.state.ledger_lost:
+            self.state.ledger_lost = True
+            self.state.say(
+                f"the ledger cannot be written ({event.reason}): training goes on, what happens now is not kept",
+                "error",
+            )
+
+    def _stop_requested(self, event: StopRequested, now_s: float) -> None:
+        state = self.state
+        if state.stopping is not None and not event.hard:
+            return
+        grace_s = 0.0 if event.hard else state.config.stop_grace_s
+        reason = f"stopped by {event.signal}" if state.stopping is None else state.stopping.reason
+        code = STOP_EXIT_CODES.get(event.signal, 143)
+        state.stopping = Ending(
+            exit_code=state.stopping.exit_code if state.stopping else code,
+            reason=reason,
+            until_s=now_s + grace_s + state.config.exit_wait_s,
+        )
+        for worker in state.members.alive():
+            state.kill(worker.number, reason, grace_s)

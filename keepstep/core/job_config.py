@@ -1,0 +1,64 @@
+"""What the user settles about a job before it starts; checked when built, frozen afterwards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobConfig:
+    """The job's numbers. Raises ValueError, naming the field, when one makes no sense.
+
+    `max_restarts`: how often a worker is started for want of a spare, world restarts included.
+    `spare_timeout_s`: how long a vacant rank waits for a worker before the job ends with code 75.
+    `complaint_grace_s`: how long a death may still explain a failed collective. `gather_s`: how long
+    deaths are gathered into one generation. `refill_delay_s`: after a resumption, before new spares
+    are started. `setup_steps`: published steps from which on a rank is replaced and not the world.
+    `observe`: decide and say, but touch nothing.
+    """
+
+    world_size: int
+    spares: int = 0
+    job: str = ""
+    max_restarts: int = 3
+    spare_timeout_s: float = 600.0
+    complaint_grace_s: float = 0.15
+    gather_s: float = 0.01
+    refill_delay_s: float = 2.0
+    waiting_say_s: float = 30.0
+    stop_grace_s: float = 10.0
+    exit_wait_s: float = 10.0
+    park_grace_s: float = 0.5
+    setup_steps: int = 2
+    same_failure_limit: int = 3
+    start_failure_limit: int = 3
+    same_map_limit: int = 10
+    observe: bool = False
+
+    def __post_init__(self) -> None:
+        at_least = {
+            "world_size": 1,
+            "spares": 0,
+            "max_restarts": 0,
+            "setup_steps": 0,
+            "same_failure_limit": 1,
+            "start_failure_limit": 1,
+            "same_map_limit": 1,
+        }
+        for name, least in at_least.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
+        for name in (
+            "spare_timeout_s",
+            "complaint_grace_s",
+            "gather_s",
+            "refill_delay_s",
+            "waiting_say_s",
+            "stop_grace_s",
+            "exit_wait_s",
+            "park_grace_s",
+        ):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} must be a finite number of seconds, not {getattr(self, name)}")
+        if self.waiting_say_s == 0:
+            raise ValueError("waiting_say_s must be above 0")

@@ -1,0 +1,246 @@
+"""What the controller knows at one moment, and the small moves that change it and say so.
+
+The rules that decide stand in `recovery`; the events that bring facts are taken in `job`.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from keepstep.core.actions import (
+    Action,
+    Announce,
+    EndJob,
+    KillWorker,
+    Persist,
+    Say,
+    StandBy,
+    StartWorker,
+)
+from keepstep.core.fingerprints import FingerprintBook
+from keepstep.core.generations import fenced_workers, generation_to_body
+from keepstep.core.incident import Incident, Victim
+from keepstep.core.job_config import JobConfig
+from keepstep.core.membership import Membership, Standing, Worker
+from keepstep.core.types import Generation
+
+
+@dataclass(slots=True, kw_only=True)
+class Complaint:
+    """The first complaint about the newest generation; decided on at `until_s`."""
+
+    worker: int
+    reason: str
+    seen_s: float
+    until_s: float
+
+
+@dataclass(slots=True, kw_only=True)
+class Waiting:
+    """What is waited for, since when; said again at `next_say_s`, given up at `until_s`."""
+
+    what: str
+    since_s: float
+    next_say_s: float
+    until_s: float | None
+
+
+@dataclass(slots=True, kw_only=True)
+class Ending:
+    """The job will end with `exit_code`, at the latest at `until_s`.
+
+    `awaits`: the worker whose exit status is the job's. None: until no process is left.
+    """
+
+    exit_code: int
+    reason: str
+    until_s: float
+    awaits: int | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class JobState:
+    """Facts and marks of time; `actions` collects what the present step wants done."""
+
+    config: JobConfig
+    members: Membership = field(default_factory=Membership)
+    generations: list[Generation] = field(default_factory=list)
+    fingerprints: FingerprintBook = field(default_factory=FingerprintBook)
+    actions: list[Action] = field(default_factory=list)
+    begun: bool = False
+    # None of the generations counts: the world is to be started from the script's first line.
+    restarting: bool = True
+    published: int = 0
+    setup_over: bool = False
+    incident: Incident | None = None
+    incident_count: int = 0
+    resumed: set[int] = field(default_factory=set)
+    gather_until_s: float | None = None
+    park_until_s: float | None = None
+    complaint: Complaint | None = None
+    waiting: Waiting | None = None
+    refill_at_s: float | None = None
+    restarts: int = 0
+    start_failures: int = 0
+    same_map_streak: int = 0
+    same_failures: Counter[tuple[int, int, str]] = field(default_factory=Counter)
+    last_exit_code: int = 1
+    finishing: bool = False
+    ending: Ending | None = None
+    stopping: Ending | None = None
+    over: EndJob | None = None
+    ledger_lost: bool = False
+
+    # ---- reading --------------------------------------------------------------------------------
+
+    @property
+    def newest(self) -> Generation | None:
+        return self.generations[-1] if self.generations else None
+
+    def is_member(self, worker: int) -> bool:
+        """Whether the worker belongs to the generation that counts now."""
+        return not self.restarting and self.newest is not None and worker in self.newest.members
+
+    def gone(self) -> list[int]:
+        """Members of the newest generation that are dead or on their way out."""
+        if self.restarting or self.newest is None:
+            return []
+        return [number for number in self.newest.members if not self._useful(number)]
+
+    def _useful(self, number: int) -> bool:
+        worker = self.members.workers.get(number)
+        return worker is not None and worker.useful
+
+    def rank_of(self, worker: int) -> int | None:
+        return self.newest.rank_of(worker) if self.newest is not None else None
+
+    def spares(self) -> list[Worker]:
+        return self.members.spares(fenced_workers(self.generations) | set(self.current_members()))
+
+    def current_members(self) -> tuple[int, ...]:
+        return self.newest.members if self.newest is not None else ()
+
+    def name(self, worker: int) -> str:
+        """How the human reads of a worker: "rank 2: worker 7" or "spare worker 9"."""
+        rank = self.rank_of(worker) if self.is_member(worker) else None
+        return f"spare worker {worker}" if rank is None else f"rank {rank}: worker {worker}"
+
+    def store_node(self, members: Collection[int]) -> str:
+        """A node that will hold the store of a generation: the first that joined and has a member."""
+        having = {self.members.workers[number].node for number in members if number in self.members.workers}
+        return next((node for node in self.members.slots if node in having), "")
+
+    # ---- small moves ----------------------------------------------------------------------------
+
+    def say(self, text: str, level: str = "info") -> None:
+        self.actions.append(Say(text=text, level=level))
+
+    def persist(self, kind: str, body: Mapping[str, Any]) -> None:
+        self.actions.append(Persist(kind=kind, body=body))
+
+    def start_worker(self, node: str, slot: int, reason: str) -> None:
+        worker = self.members.start(node, slot)
+        # Written down first, so that a number is never given twice, whoever forgets.
+        self.persist("note", {"about": "worker", "worker": worker.number, "node": node, "slot": slot})
+        self.actions.append(StartWorker(worker=worker.number, node=node, slot=slot, reason=reason))
+
+    def kill(self, number: int, reason: str, grace_s: float = 0.0) -> None:
+        worker = self.members.workers[number]
+        if worker.alive:
+            worker.standing = Standing.ENDING
+            self.actions.append(KillWorker(worker=number, reason=reason, grace_s=grace_s))
+
+    def stand_by(self, worker: Worker) -> None:
+        """Tell a parked spare to build, as a rank that is never 0 where there is another."""
+        if worker.stood_by:
+            return
+        worker.stood_by = True
+        others = max(1, self.config.world_size - 1)
+        rank = 0 if self.config.world_size == 1 else 1 + worker.number % others
+        self.actions.append(StandBy(worker=worker.number, rehearse_rank=rank))
+
+    def append(self, generation: Generation, reason: str, now_s: float) -> None:
+        """Write the generation down; only then tell everybody."""
+        before = self.newest
+        self.generations.append(generation)
+        self.persist("generation", {**generation_to_body(generation), "reason": reason})
+        replacements = {}
+        for rank, number in enumerate(generation.ranks):
+            self.members.workers[number].standing = Standing.PLAYING
+            if generation.fresh or before is None or before.ranks[rank] != number:
+                replacements[rank] = number
+        if generation.fresh:
+            self.restarting, self.published, self.setup_over = False, 0, False
+        self.resumed, self.complaint, self.waiting = set(), None, None
+        self.gather_until_s = self.park_until_s = None
+        if self.incident is not None:
+            self.incident.decide(generation, replacements, now_s)
+            self.persist("incident_phase", self.incident.body())
+        self.say(f"generation {generation.number}: {reason}")
+        self.actions.append(Announce(generation=generation, reason=reason))
+        for worker in self.spares():
+            self.stand_by(worker)
+
+    def open_incident(
+        self, cause: str, reason: str, now_s: float, first_evidence_s: float | None, victim: Victim | None
+    ) -> Incident:
+        """A new incident, or one victim more for the one that is open."""
+        if self.incident is None:
+            self.incident_count += 1
+            evidence_s = now_s if first_evidence_s is None else min(first_evidence_s, now_s)
+            self.incident = Incident(
+                number=self.incident_count,
+                cause=cause,
+                reason=reason,
+                opened_s=now_s,
+                first_evidence_s=evidence_s,
+            )
+            kind = "incident"
+        else:
+            kind = "incident_phase"
+        if victim is not None:
+            self.incident.victims.append(victim)
+        self.persist(kind, self.incident.body())
+        return self.incident
+
+    def close_incident(self, now_s: float, resolution: str | None = None) -> Incident | None:
+        incident, self.incident = self.incident, None
+        if incident is not None:
+            incident.close(now_s, resolution)
+            self.persist("incident_closed", incident.body())
+        self.same_map_streak = 0
+        return incident
+
+    def end(self, exit_code: int, reason: str, now_s: float) -> None:
+        """The job is over, whatever is still running."""
+        if self.over is not None:
+            return
+        self.close_incident(now_s, None if self.finishing else "unresolved")
+        self.persist("end", {"exit_code": exit_code, "reason": reason})
+        self.say(reason, "info" if exit_code == 0 else "error")
+        self.over = EndJob(exit_code=exit_code, reason=reason)
+        self.actions.append(self.over)
+
+
+def exit_code_of(status: int | None) -> int:
+    """The shell's exit code for a process status: 128 + signal, and 1 when it is unknown."""
+    if status is None:
+        return 1
+    return status if status >= 0 else 128 - status
+
+
+def say_status(status: int | None, oom_killed: bool = False) -> str:
+    """A process status in words."""
+    if status is None:
+        return "is gone"
+    if status >= 0:
+        return f"exited with code {status}"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:
+        name = f"signal {-status}"
+    return f"was ended by {name}" + (" (the kernel ran out of memory)" if oom_killed else "")

@@ -1,0 +1,72 @@
+"""A controller that comes back: its state rebuilt from what the earlier one wrote down.
+
+Processes are believed to live until their agent joins and names those that do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from keepstep.core.actions import EndJob, Persist
+from keepstep.core.generations import generation_from_body
+from keepstep.core.job_state import JobState
+from keepstep.core.membership import Standing, Worker
+
+
+def rebuild(state: JobState, entries: Iterable[Persist]) -> None:
+    """Fill `state` from the ledger. Raises ValueError when generations do not follow each other."""
+    open_incident: Mapping[str, Any] | None = None
+    for entry in entries:
+        body = entry.body
+        match entry.kind:
+            case "job":
+                state.begun = True
+            case "generation":
+                _generation(state, body)
+            case "incident":
+                state.incident_count = max(state.incident_count, int(body["number"]))
+                open_incident = body
+            case "incident_phase":
+                open_incident = body
+            case "incident_closed":
+                open_incident = None
+            case "note":
+                _note(state, body)
+            case "end":
+                state.over = EndJob(exit_code=int(body["exit_code"]), reason=str(body["reason"]))
+    newest = state.newest
+    for worker in state.members.workers.values():
+        worker.standing = Standing.STARTING
+        if newest is not None and any(worker.number in g.members for g in state.generations):
+            worker.standing = Standing.PLAYING
+    if open_incident is not None:
+        # Who has resumed since is not known; the incident is closed without that.
+        body = {
+            **open_incident,
+            "resolution": "unresolved",
+            "verdict": "the controller was restarted meanwhile",
+        }
+        state.persist("incident_closed", body)
+
+
+def _generation(state: JobState, body: Mapping[str, Any]) -> None:
+    generation = generation_from_body(body)
+    if generation.number != len(state.generations):
+        raise ValueError(f"generation {generation.number} follows {len(state.generations) - 1} in the ledger")
+    state.generations.append(generation)
+    if generation.fresh:
+        state.restarting, state.published, state.setup_over = False, 0, False
+
+
+def _note(state: JobState, body: Mapping[str, Any]) -> None:
+    match body.get("about"):
+        case "worker":
+            state.members.adopt(
+                Worker(number=int(body["worker"]), node=str(body["node"]), slot=int(body["slot"]))
+            )
+        case "restart":
+            state.restarts += 1
+            state.restarting, state.setup_over = True, False
+        case "setup_over":
+            state.setup_over, state.published = True, state.config.setup_steps

@@ -1,0 +1,71 @@
+"""What `status` shows of a job: one JSON-able picture of the controller's state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from keepstep.core.job_state import JobState
+from keepstep.core.membership import Standing, Worker
+
+
+def job_phase(state: JobState) -> str:
+    """One word: setup, running, recovering, waiting, finished or failed."""
+    if state.over is not None:
+        return "finished" if state.over.exit_code == 0 else "failed"
+    if state.finishing:
+        return "finished"
+    if state.waiting is not None and state.waiting.until_s is not None:
+        return "waiting"
+    if state.incident is not None:
+        return "recovering"
+    return "running" if state.setup_over else "setup"
+
+
+def snapshot(state: JobState) -> dict[str, Any]:
+    """Generation, ranks, spares, free slots, the open incident and what is waited for."""
+    newest = None if state.restarting else state.newest
+    members = state.members
+    ranks = []
+    for rank, number in enumerate(newest.ranks if newest else ()):
+        ranks.append({"rank": rank, **_worker(members.workers.get(number), number)})
+    playing = set(newest.members) if newest else set()
+    others = [worker for worker in members.workers.values() if worker.number not in playing and worker.alive]
+    return {
+        "job": state.config.job,
+        "state": job_phase(state),
+        "world_size": state.config.world_size,
+        "generation": newest.number if newest else None,
+        "published": state.published,
+        "ranks": ranks,
+        "spares": [_worker(w, w.number) for w in others if w.useful],
+        "ending": [_worker(w, w.number) for w in others if w.standing is Standing.ENDING],
+        "free_slots": [{"node": node, "slot": slot} for node, slot in members.free_slots()],
+        "nodes": [{"node": node, "slots": slots} for node, slots in members.slots.items()],
+        "incident": state.incident.body() if state.incident else None,
+        "incidents": state.incident_count,
+        "restarts": state.restarts,
+        "waiting": None
+        if state.waiting is None
+        else {
+            "for": state.waiting.what,
+            "since_s": state.waiting.since_s,
+            "until_s": state.waiting.until_s,
+        },
+        "exit_code": state.over.exit_code if state.over else None,
+        "reason": state.over.reason if state.over else "",
+        "ledger_lost": state.ledger_lost,
+        "observe": state.config.observe,
+    }
+
+
+def _worker(worker: Worker | None, number: int) -> dict[str, Any]:
+    if worker is None:
+        return {"worker": number, "node": None, "slot": None, "standing": "unknown", "step": 0}
+    return {
+        "worker": number,
+        "node": worker.node,
+        "slot": worker.slot,
+        "standing": worker.standing.value,
+        "readiness": worker.readiness,
+        "step": worker.step,
+    }
