@@ -125,7 +125,10 @@ class WatchedIterator(_MultiProcessingDataLoaderIter):
     def _try_get_data(self, timeout: float = _utils.MP_STATUS_CHECK_INTERVAL) -> Any:
         if self._pin_memory:
             return self._try_get_pinned(timeout)
-        sources = [self._worker_result_queue._reader, *(worker.sentinel for worker in self._workers)]
+        sources: list[Any] = [
+            self._worker_result_queue._reader,  # type: ignore[attr-defined]
+            *(worker.sentinel for worker in self._workers),
+        ]
         ready = multiprocessing.connection.wait(sources, timeout)
         if ready and sources[0] not in ready:
             self.raise_if_dead()

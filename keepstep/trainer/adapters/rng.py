@@ -24,7 +24,7 @@ def capture(generators: Sequence[Any] = ()) -> bytes:
             "torch": torch.get_rng_state(),
             "python": random.getstate(),
             "numpy": None if numpy is None else numpy.random.get_state(legacy=False),
-            "others": [_own_state(generator) for generator in generators],
+            "others": [state_of(generator) for generator in generators],
         }
     )
 
@@ -43,7 +43,7 @@ def restore(captured: bytes, generators: Sequence[Any] = ()) -> None:
     if numpy is not None and states["numpy"] is not None:
         numpy.random.set_state(states["numpy"])
     for generator, state in zip(generators, states["others"], strict=True):
-        _set_own_state(generator, state)
+        set_state_of(generator, state)
 
 
 def is_generator(value: Any) -> bool:
@@ -54,7 +54,8 @@ def is_generator(value: Any) -> bool:
     return numpy is not None and isinstance(value, (numpy.random.Generator, numpy.random.RandomState))
 
 
-def _own_state(generator: Any) -> Any:
+def state_of(generator: Any) -> Any:
+    """The state of one generator object (see `is_generator`)."""
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, random.Random):
@@ -64,7 +65,8 @@ def _own_state(generator: Any) -> Any:
     return generator.get_state(legacy=False)
 
 
-def _set_own_state(generator: Any, state: Any) -> None:
+def set_state_of(generator: Any, state: Any) -> None:
+    """Put back what `state_of` returned."""
     if isinstance(generator, torch.Generator):
         generator.set_state(state)
     elif isinstance(generator, random.Random):

@@ -1,17 +1,92 @@
-"""Which bytes a rank must hold, told from structure alone. (being written)"""
+"""Which bytes a rank must hold, told from structure alone: names, shapes, dtypes, mesh coordinates.
+
+Equal bytes prove nothing (every rank starts with the same ones); the place in a mesh does. Only the
+coordinates along sharded dimensions count: ranks that differ in replicated ones are twins.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+_DIGEST_BYTES = 16
 
 
 def shard_identity(tensors: Mapping[str, Tensor]) -> str:
-    """Hex digest: equal at replicas, different for other shards or pipeline stages."""
-    raise NotImplementedError
+    """32 hex characters: equal at replicas, different for other shards or other pipeline stages.
+
+    Pass the parameters as the optimizer holds them (DTensors, not their local parts).
+    """
+    hasher = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    for name in sorted(tensors):
+        hasher.update(f"{name} {_held(tensors[name])}\n".encode())
+    return hasher.hexdigest()
+
+
+def _held(tensor: Tensor) -> str:
+    text = f"{tuple(tensor.shape)} {tensor.dtype}"
+    if isinstance(tensor, DTensor):
+        mesh = tensor.device_mesh
+        coordinate = mesh.get_coordinate()
+        for dim, placement in enumerate(tensor.placements):
+            if not placement.is_replicate():
+                place = "outside" if coordinate is None else coordinate[dim]
+                text += f" {placement} {place}/{mesh.size(dim)}"
+    return text
 
 
 def describe(tensors: Mapping[str, Tensor]) -> str:
-    """The same in words, for people."""
-    raise NotImplementedError
+    """The same for people: "shard 1 of 2 along mesh dimension 'shard'"; "a whole copy" without shards."""
+    places: dict[str, None] = {}
+    for tensor in tensors.values():
+        if not isinstance(tensor, DTensor):
+            continue
+        mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+        for dim in _sharded_dims(tensor):
+            name = mesh.mesh_dim_names[dim] if mesh.mesh_dim_names else str(dim)
+            place = "none" if coordinate is None else coordinate[dim]
+            places[f"shard {place} of {mesh.size(dim)} along mesh dimension '{name}'"] = None
+    return ", ".join(places) or "a whole copy"
+
+
+def replica_ranks(tensors: Mapping[str, Tensor], world_size: int) -> tuple[int, ...] | None:
+    """Global ranks that hold the same bytes as this one, itself included; None when meshes do not tell.
+
+    Plain tensors count as held by all ranks, which pipeline stages contradict: compare identities then.
+    """
+    twins = set(range(world_size))
+    for tensor in tensors.values():
+        if isinstance(tensor, DTensor):
+            ranks = _twins_in(tensor.device_mesh, _sharded_dims(tensor))
+            if ranks is None:
+                return None
+            twins &= ranks
+    return tuple(sorted(twins))
+
+
+def _sharded_dims(tensor: DTensor) -> Sequence[int]:
+    return [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+
+
+def _twins_in(mesh: DeviceMesh, sharded: Sequence[int]) -> set[int] | None:
+    """Ranks of the root mesh that share this rank's coordinates along the sharded dimensions."""
+    root = mesh._get_root_mesh()
+    here = root.get_coordinate()
+    if here is None or mesh.mesh_dim_names is None or root.mesh_dim_names is None:
+        if root is not mesh or here is None:
+            return None
+        root_dims = list(sharded)
+    else:
+        names = [mesh.mesh_dim_names[dim] for dim in sharded]
+        if any(name not in root.mesh_dim_names for name in names):
+            return None  # a flattened dimension
+        root_dims = [root.mesh_dim_names.index(name) for name in names]
+    place: list[Any] = [slice(None)] * root.ndim
+    for dim in root_dims:
+        place[dim] = here[dim]
+    return set(root.mesh[tuple(place)].flatten().tolist())
