@@ -42,7 +42,7 @@ class Node:
         self.running: asyncio.Task[None]
         self.url = ""
         self._server: Any = None
-        self._connections: set[ServerConnection] = set()
+        self._connections: dict[str, ServerConnection] = {}
         self._changed = asyncio.Condition()
         self._connected = asyncio.Event()
         self._spec = JobSpec(
@@ -67,6 +67,7 @@ class Node:
         """The controller dies; returns its port."""
         port: int = self._server.sockets[0].getsockname()[1]
         self._connected.clear()
+        self._connections.clear()
         self._server.close(close_connections=True)
         await self._server.wait_closed()
         return port
@@ -80,7 +81,7 @@ class Node:
         self.hellos.append(hello)
         welcome = AgentWelcome(job=self.job, world_size=self._spec.world_size, spec=self._spec)
         await socket.send(encode(welcome))
-        self._connections = {socket}
+        self._connections[hello.node] = socket
         self._connected.set()
         async for data in socket:
             async with self._changed:
@@ -90,7 +91,7 @@ class Node:
     async def send(self, *messages: Any) -> None:
         await asyncio.wait_for(self._connected.wait(), WAIT_S)
         for message in messages:
-            for socket in self._connections:
+            for socket in self._connections.values():
                 await socket.send(encode(message))
 
     async def event(self, kind: type, timeout_s: float = WAIT_S, **fields: Any) -> Any:

@@ -71,7 +71,7 @@ p = worker_side.page(); p.step = 7 + worker_side.WORKER; p.published = 6 + worke
     asyncio.run(story())
 
 
-@pytest.mark.parametrize("ending, status", [("raise SystemExit(3)", 3), ("pass", 0), ("1/0", 1)])
+@pytest.mark.parametrize(("ending", "status"), [("raise SystemExit(3)", 3), ("pass", 0), ("1/0", 1)])
 def test_an_exit_status_is_reported_as_it_is(node: Any, ending: str, status: int) -> None:
     async def story() -> None:
         async with node(ending) as n:
@@ -180,7 +180,7 @@ def test_a_hard_stop_does_not_wait_for_the_grace(node: Any) -> None:
 
 
 def test_complaints_carry_the_newest_published_step_of_the_node(node: Any) -> None:
-    code = f"""
+    code = """
 import worker_side
 from keepstep.core.events import Complained
 p = worker_side.page(); p.published = 5 * worker_side.WORKER
