@@ -6,12 +6,14 @@ where lines come from.
 
 from __future__ import annotations
 
+import os
 import queue
+import select
 import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -21,6 +23,35 @@ REFRESH_S = 0.25
 PLAIN_PROGRESS_S = 10.0
 CLOSE_TIMEOUT_S = 2.0
 _STYLES = {"warning": "yellow", "error": "bold red", "info": "cyan"}
+
+
+class _Descriptor:
+    """A text stream without a buffer or a lock: a thread stuck in it cannot stop the interpreter's exit."""
+
+    encoding = "utf-8"
+
+    def __init__(self, stream: TextIO) -> None:
+        stream.flush()
+        self._fd = stream.fileno()
+        self.encoding = stream.encoding or "utf-8"
+
+    def write(self, text: str) -> int:
+        data = memoryview(text.encode(self.encoding, "backslashreplace"))
+        while data:
+            try:
+                data = data[os.write(self._fd, data) :]
+            except BlockingIOError:  # somebody made the shared description non-blocking
+                select.select([], [self._fd], [])
+        return len(text)
+
+    def flush(self) -> None:
+        pass
+
+    def isatty(self) -> bool:
+        return os.isatty(self._fd)
+
+    def fileno(self) -> int:
+        return self._fd
 
 
 class Terminal:
@@ -35,8 +66,8 @@ class Terminal:
         progress: Callable[[], str] | None = None,
     ) -> None:
         """`draw` makes the live table (used on a terminal only), `progress` one line (used without)."""
-        self._out = out or sys.stdout
-        self._err = err or sys.stderr
+        self._out = _Descriptor(out or sys.stdout)
+        self._err = _Descriptor(err or sys.stderr)
         self._draw = draw if self._out.isatty() else None
         self._progress = progress if self._draw is None else None
         self._lines: queue.Queue[tuple[str, bool, str] | None] = queue.Queue(MAX_WAITING_LINES)
@@ -106,11 +137,8 @@ class Terminal:
             self._write(f"keepstep: {text}", False)
 
     def _write(self, text: str, error: bool) -> None:
-        stream = self._err if error else self._out
         # One write a line, so that lines of both streams do not mix on one terminal.
-        encoding = getattr(stream, "encoding", None) or "utf-8"
-        stream.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
-        stream.flush()
+        (self._err if error else self._out).write(text + "\n")
 
     def _tell_dropped(self) -> None:
         if self._dropped and self._lines.qsize() < MAX_WAITING_LINES // 2:
@@ -124,7 +152,7 @@ class Terminal:
         from rich.live import Live
         from rich.text import Text
 
-        console = Console(file=self._out, soft_wrap=True)
+        console = Console(file=cast(TextIO, self._out), soft_wrap=True)
         with Live(console=console, auto_refresh=False, transient=True) as live:
             drawn_s = 0.0
             while True:

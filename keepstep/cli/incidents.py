@@ -47,9 +47,8 @@ def incidents(
     if not listed:
         typer.echo(f"no incident in {found.path}")
         return
-    from rich.console import Console
-
-    Console().print(_table(listed))
+    for incident in listed:
+        typer.echo(_in_two_lines(incident))
 
 
 @app.command()
@@ -83,28 +82,14 @@ def _verify(run: Any) -> None:
     typer.echo(f"{run.ledger}: {result.entries} entries, the chain holds, head {result.head}", err=True)
 
 
-def _table(listed: list[dict[str, Any]]) -> Any:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table()
-    for name in ("#", "when", "rank", "what", "outcome", "total", "lost", "recomputed"):
-        table.add_column(
-            name, justify="right" if name in ("#", "rank", "total", "lost", "recomputed") else "left"
-        )
-    for one in listed:
-        cells = (
-            one["number"],
-            _clock(one),
-            "-" if one.get("rank") is None else one["rank"],
-            one.get("reason", ""),
-            _outcome(one),
-            _seconds(one.get("total_s")),
-            one.get("steps_lost", 0),
-            one.get("steps_recomputed", 0),
-        )
-        table.add_row(*(Text(str(cell)) for cell in cells))
-    return table
+def _in_two_lines(incident: Mapping[str, Any]) -> str:
+    """What and when, then the outcome and its price."""
+    lost, again = incident.get("steps_lost", 0), incident.get("steps_recomputed", 0)
+    price = f"{_seconds(incident.get('total_s'))}, {lost} steps lost, {again} recomputed"
+    number = f"{incident['number']:>3}"
+    return (
+        f"{number}  {_clock(incident)}  {incident.get('reason', '')}\n{'':>3}  {_outcome(incident)}: {price}"
+    )
 
 
 def story(incident: Mapping[str, Any]) -> str:

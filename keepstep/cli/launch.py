@@ -99,7 +99,7 @@ class _Job:
             finally:
                 await self._end_agent(agent)
                 await server.stop()
-        say(summary(self.controller, self._ledger.head, time.monotonic() - self._started_s))
+        say(summary(self.controller, code, self._ledger.head, time.monotonic() - self._started_s))
         return code
 
     async def _agent(self, url: str) -> None:
@@ -134,8 +134,8 @@ class _Job:
             await asyncio.wait({agent}, timeout=AGENT_END_TIMEOUT_S)
 
     def _show(self, line: ConsoleLine) -> None:
-        shown, row = self._options.shown_slots, self.controller.board.workers.get(line.worker)
-        if shown is None or row is None or row.slot in shown:
+        shown, slot = self._options.shown_slots, self.controller.slot_of(line.worker)
+        if shown is None or slot is None or slot in shown:
             self.terminal.line(line.text, error=line.stream == "stderr")
 
     @contextlib.contextmanager

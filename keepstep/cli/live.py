@@ -26,7 +26,7 @@ def draw_table(controller: Controller) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    return Group(rank_table(controller.board.status()), Text(incident_line(controller.incidents.newest())))
+    return Group(rank_table(controller.status()), Text(incident_line(controller.incidents.newest())))
 
 
 def rank_table(status: Mapping[str, Any]) -> RenderableType:
@@ -34,9 +34,11 @@ def rank_table(status: Mapping[str, Any]) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
-    generation = "-" if status["generation"] is None else status["generation"]
+    told = {name: status[name] for name in ("step", "generation") if status[name] is not None}
     table = Table(
-        title=f"{status['job']}  {status['state']}  step {status['step']}  generation {generation}",
+        title="  ".join(
+            [status["job"], status["state"], *(f"{name} {value}" for name, value in told.items())]
+        ),
         title_justify="left",
         title_style="bold",
     )
@@ -51,15 +53,21 @@ def rank_table(status: Mapping[str, Any]) -> RenderableType:
     for row in status["workers"]:
         state = Text(row["state"], style=_STATE_STYLES.get(row["state"], ""))
         rank = "spare" if row["rank"] is None else str(row["rank"])
-        table.add_row(rank, str(row["worker"]), f"{row['node']}:{row['slot']}", state, str(row["step"]))
+        table.add_row(
+            rank,
+            str(row["worker"]),
+            f"{row['node']}:{row['slot']}",
+            state,
+            "-" if row["step"] is None else str(row["step"]),
+        )
     return table
 
 
 def progress_line(controller: Controller) -> str:
     """The same in one line, for a log."""
-    status = controller.board.status()
-    if status["generation"] is None:
-        return f"{status['state']}: waiting for {status['world_size']} workers"
+    status = controller.status()
+    if status["waiting_for"]:
+        return f"{status['state']}: waiting for {status['waiting_for']}"
     spares = sum(row["rank"] is None for row in status["workers"])
     return f"{status['state']}: step {status['step']}, generation {status['generation']}, {spares} spares"
 
@@ -75,7 +83,7 @@ def incident_line(incident: Mapping[str, Any] | None) -> str:
     )
 
 
-def summary(controller: Controller, head: str, seconds: float) -> str:
+def summary(controller: Controller, code: int, head: str, seconds: float) -> str:
     """The job's last line: how it ended, what it cost, and the ledger's hash to hold it against."""
     incidents = controller.incidents.all()
     lost = sum(int(incident.get("steps_lost") or 0) for incident in incidents)
@@ -85,6 +93,5 @@ def summary(controller: Controller, head: str, seconds: float) -> str:
         if not incidents
         else f"{len(incidents)} incidents, {lost} steps lost, {again} recomputed"
     )
-    code = controller.board.exit_code
     ended = "finished" if code == 0 else f"ended with exit code {code}"
-    return f"job {controller.board.job} {ended} after {seconds:.1f} s: {what}; ledger head {head[:16]}"
+    return f"job {controller.spec.job} {ended} after {seconds:.1f} s: {what}; ledger head {head[:16]}"

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import http.client
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from keepstep.controller.incidents import IncidentBook
-from keepstep.controller.ledger import Entry, LedgerReader
+from keepstep.controller.ledger import LedgerReader
 from keepstep.controller.rundir import Address, RunDirectory, newest_run
+from keepstep.controller.view import past_status
 from keepstep.errors import KeepstepError, UsageError
 
 ASK_TIMEOUT_S = 5.0
@@ -63,7 +63,7 @@ def status_of(run: RunDirectory) -> dict[str, Any]:
         except NoAnswer:
             pass  # it is ending, or its id was given to another process: the ledger knows
     with LedgerReader(run.ledger) as reader:
-        return {**status_from_entries(reader.entries()), "live": False, "run_dir": str(run.path)}
+        return {**past_status(reader.entries()), "live": False, "run_dir": str(run.path)}
 
 
 def incidents_of_run(run: RunDirectory) -> list[dict[str, Any]]:
@@ -76,49 +76,3 @@ def incidents_of_run(run: RunDirectory) -> list[dict[str, Any]]:
             pass  # as above
     with LedgerReader(run.ledger) as reader:
         return IncidentBook.from_entries(reader.entries()).all()
-
-
-def status_from_entries(entries: Sequence[Entry]) -> dict[str, Any]:
-    """What the ledger alone can tell: how far the map of ranks went, and how the job ended."""
-    book = IncidentBook.from_entries(entries)
-    job: dict[str, Any] = {}
-    generation: dict[str, Any] = {}
-    slots: dict[int, dict[str, Any]] = {}
-    end: dict[str, Any] = {}
-    for entry in entries:
-        body = entry.value()
-        if entry.kind == "job":
-            job = {**body, "started_s": entry.time_s}
-        elif entry.kind == "generation":
-            generation = body
-        elif entry.kind == "note" and body.get("about") == "worker":
-            slots[body["worker"]] = body
-        elif entry.kind == "end":
-            end = {**body, "ended_s": entry.time_s}
-    players = [
-        {
-            "worker": worker,
-            "rank": rank,
-            "node": slots.get(worker, {}).get("node", ""),
-            "slot": slots.get(worker, {}).get("slot"),
-            "state": "ended" if end else "unknown",
-            "step": None,
-        }
-        for rank, worker in enumerate(generation.get("ranks", ()))
-    ]
-    return {
-        "job": job.get("job", ""),
-        "mode": "observe" if job.get("observe") else "run",
-        "state": "ended" if end else "lost",
-        "started_s": job.get("started_s"),
-        "ended_s": end.get("ended_s"),
-        "world_size": job.get("world_size", len(players)),
-        "generation": generation.get("number"),
-        "step": None,
-        "published": None,
-        "exit_code": end.get("exit_code"),
-        "reason": end.get("reason"),
-        "workers": players,
-        "incident": book.newest(),
-        "incidents": book.count(),
-    }

@@ -55,9 +55,11 @@ def _print(status: dict[str, Any], as_json: bool, *, compact: bool = False) -> N
     console.print(rank_table(status))
     if status["incident"] is not None:
         console.print(incident_line(status["incident"]), markup=False, highlight=False)
-    if status["state"] == "ended":
+    if status["exit_code"] is not None:
         console.print(
             f"ended with exit code {status['exit_code']}: {status.get('reason') or ''}", markup=False
         )
+    elif status["waiting_for"]:
+        console.print(f"waiting for {status['waiting_for']}", markup=False)
     elif status["state"] == "lost":
         console.print("the controller is gone and wrote no end: it was killed, or the machine went down")

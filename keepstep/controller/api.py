@@ -27,7 +27,7 @@ def build_app(controller: Controller) -> Starlette:
         return JSONResponse(controller.status())
 
     async def incidents(request: Request) -> Response:
-        return JSONResponse({"job": controller.board.job, "incidents": controller.incidents.all()})
+        return JSONResponse({"job": controller.spec.job, "incidents": controller.incidents.all()})
 
     async def incident(request: Request) -> Response:
         number = request.path_params["number"]

@@ -176,9 +176,9 @@ def _row(entry: Entry) -> tuple[int, int, str, str, str, str]:
 
 
 def _take_writer_lock(path: Path) -> int:
-    """A file of its own: closing any descriptor of the database itself would drop SQLite's own locks."""
+    """On the directory: closing any descriptor of the database itself would drop SQLite's own locks."""
     try:
-        lock_fd = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        lock_fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
         raise UsageError(f"cannot write a ledger in {path.parent}: {error.strerror}") from None
     try:

@@ -19,9 +19,9 @@ from starlette.websockets import WebSocket
 
 from keepstep.controller import agents as wire_side
 from keepstep.controller.agents import AgentLink
-from keepstep.controller.board import Board
 from keepstep.controller.incidents import IncidentBook
 from keepstep.controller.ledger import Ledger, LedgerWriteFailed
+from keepstep.controller.view import live_status
 from keepstep.core import actions as act
 from keepstep.core import events as evt
 from keepstep.wire.messages import AgentHello, AgentWelcome, JobSpec, Stop
@@ -42,11 +42,13 @@ class Machine(Protocol):
 
     def next_deadline_s(self, now_s: float) -> float | None: ...
 
+    def snapshot(self) -> dict[str, Any]: ...
+
 
 class Controller:
     """One job's controller. `run` returns the job's exit code.
 
-    `say(text, level)` shows one line to people; `on_change()` is called after every step of the machine.
+    `say(text, level)` shows one line to people.
     """
 
     def __init__(
@@ -57,24 +59,22 @@ class Controller:
         token: str,
         ledger: Ledger,
         say: Callable[[str, str], None],
-        on_change: Callable[[], None] = lambda: None,
         agent_return_timeout_s: float = AGENT_RETURN_TIMEOUT_S,
     ) -> None:
         self.token = token
-        self.board = Board(spec.job, spec.world_size, spec.mode)
+        self.spec = spec
         self.incidents = IncidentBook()
         for entry in ledger.entries():
             self.incidents.add(entry.kind, entry.value(), entry.time_s)
         self._machine = machine
-        self._spec = spec
+        self._started_s = time.time()
         self._ledger = ledger
         self._say = say
-        self._on_change = on_change
         self._agent_return_timeout_s = agent_return_timeout_s
         self._events: asyncio.Queue[evt.Event] = asyncio.Queue(MAX_WAITING_EVENTS)
         self._own_events: collections.deque[evt.Event] = collections.deque()  # of the machine's task itself
         self._links: dict[str, AgentLink] = {}
-        self._nodes: dict[int, str] = {}  # worker -> node
+        self._places: dict[int, tuple[str, int]] = {}  # worker -> node, slot
         self._returns: dict[str, asyncio.TimerHandle] = {}
         self._entries_lost = 0
         self._end: act.EndJob | None = None
@@ -85,12 +85,15 @@ class Controller:
     # ---- what others may call ---------------------------------------------------------------------
 
     def status(self) -> dict[str, Any]:
-        """The job as people see it (see Board.status), with the newest incident."""
-        return {
-            **self.board.status(),
-            "incident": self.incidents.newest(),
-            "incidents": self.incidents.count(),
-        }
+        """The job as people see it (see `view.live_status`)."""
+        return live_status(
+            self._machine.snapshot(), self.incidents, mode=self.spec.mode, started_s=self._started_s
+        )
+
+    def slot_of(self, worker: int) -> int | None:
+        """The slot that a worker was started on."""
+        place = self._places.get(worker)
+        return None if place is None else place[1]
 
     def request_stop(self, signal_name: str, *, hard: bool = False) -> None:
         """End the job in order; `hard` (or a second request while it ends): at once."""
@@ -117,7 +120,7 @@ class Controller:
         link = self._admit(hello)
         joined = evt.AgentJoined(node=hello.node, slots=hello.slots, workers=hello.workers)
         await self._events.put(joined)
-        welcome = AgentWelcome(job=self._spec.job, world_size=self._spec.world_size, spec=self._spec)
+        welcome = AgentWelcome(job=self.spec.job, world_size=self.spec.world_size, spec=self.spec)
         try:
             await wire_side.converse(socket, link, welcome, self._events.put)
         finally:
@@ -160,10 +163,8 @@ class Controller:
             return evt.Ticked()
 
     async def _step(self, event: evt.Event) -> None:
-        self.board.see_event(event)
         actions = self._machine.step(event, time.monotonic())
         await self._carry_out(actions)
-        self._on_change()
 
     async def _carry_out(self, actions: Sequence[act.Action]) -> None:
         """In order. Entries that stand side by side reach the disk with one write."""
@@ -174,17 +175,16 @@ class Controller:
                 continue
             await self._persist(entries)
             entries = []
-            self.board.see_action(action)
             self._do(action)
         await self._persist(entries)
 
     def _do(self, action: act.Action) -> None:
         match action:
             case act.StartWorker():
-                self._nodes[action.worker] = action.node
+                self._places[action.worker] = (action.node, action.slot)
                 self._send(action.node, action)
             case act.StandBy() | act.KillWorker():
-                self._send(self._nodes.get(action.worker, ""), action)
+                self._send(self._places.get(action.worker, ("", -1))[0], action)
             case act.Announce() | act.Release():
                 for node in self._links:
                     self._send(node, action)
@@ -229,7 +229,7 @@ class Controller:
         if timer is not None:
             timer.cancel()
         for worker in hello.workers:
-            self._nodes[worker] = hello.node
+            self._places.setdefault(worker, (hello.node, -1))
         self._all_gone.clear()
         return self._links.setdefault(hello.node, AgentLink(hello.node))
 

@@ -23,6 +23,7 @@ from keepstep.controller.server import Server, bind
 from keepstep.controller.shell import BROKEN_EXIT_CODE, Controller
 from keepstep.core import actions as act
 from keepstep.core import events as evt
+from keepstep.core.job import JobConfig, JobMachine
 from keepstep.core.types import Generation
 from keepstep.errors import InvariantError, UsageError
 from keepstep.wire.codec import decode, encode
@@ -50,6 +51,9 @@ class ScriptedMachine:
 
     def next_deadline_s(self, now_s: float) -> float | None:
         return self.deadline_s
+
+    def snapshot(self) -> dict[str, Any]:
+        return JobMachine(JobConfig(world_size=2, job="j")).snapshot()
 
 
 class Job:

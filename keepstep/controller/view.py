@@ -1,0 +1,106 @@
+"""The job as people see it: one flat picture from the machine's snapshot, or from the ledger afterwards.
+
+`status`, the live table and `--json` show this; nothing is decided from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from keepstep.controller.incidents import IncidentBook
+from keepstep.controller.ledger import Entry
+
+
+def live_status(
+    snapshot: Mapping[str, Any], book: IncidentBook, *, mode: str, started_s: float
+) -> dict[str, Any]:
+    """The picture of a running job. `started_s`: Unix time."""
+    players = [_row(one, one["rank"], "playing") for one in snapshot["ranks"]]
+    spares = [_row(one, None, one.get("readiness") or "starting") for one in snapshot["spares"]]
+    waiting = snapshot.get("waiting")
+    return {
+        "job": snapshot["job"],
+        "mode": mode,
+        "state": snapshot["state"],
+        "started_s": started_s,
+        "ended_s": None,
+        "world_size": snapshot["world_size"],
+        "generation": snapshot["generation"],
+        "step": min((one["step"] for one in players), default=0),
+        "published": snapshot["published"],
+        "workers": players + spares,
+        "waiting_for": waiting["for"] if waiting else None,
+        "restarts": snapshot["restarts"],
+        "ledger_lost": snapshot["ledger_lost"],
+        "exit_code": snapshot["exit_code"],
+        "reason": snapshot["reason"] or None,
+        "incident": book.newest(),
+        "incidents": book.count(),
+    }
+
+
+def _row(worker: Mapping[str, Any], rank: int | None, state: str) -> dict[str, Any]:
+    standing = worker.get("standing")
+    if rank is not None and standing in ("ending", "exited", "unknown"):
+        state = "dead"
+    return {
+        "worker": worker["worker"],
+        "rank": rank,
+        "node": worker["node"],
+        "slot": worker["slot"],
+        "state": state,
+        "step": worker["step"],
+    }
+
+
+def past_status(entries: Sequence[Entry]) -> dict[str, Any]:
+    """The same picture of a job whose controller is gone: what the ledger alone can tell.
+
+    `state` is "lost" when no end was written: the controller was killed, or the machine went down.
+    """
+    book = IncidentBook.from_entries(entries)
+    job: dict[str, Any] = {}
+    generation: dict[str, Any] = {}
+    places: dict[int, dict[str, Any]] = {}
+    end: dict[str, Any] = {}
+    for entry in entries:
+        body = entry.value()
+        if entry.kind == "job":
+            job = {**body, "started_s": entry.time_s}
+        elif entry.kind == "generation":
+            generation = body
+        elif entry.kind == "note" and body.get("about") == "worker":
+            places[body["worker"]] = body
+        elif entry.kind == "end":
+            end = {**body, "ended_s": entry.time_s}
+    exit_code = end.get("exit_code")
+    return {
+        "job": job.get("job", ""),
+        "mode": "observe" if job.get("observe") else "run",
+        "state": "lost" if not end else "finished" if exit_code == 0 else "failed",
+        "started_s": job.get("started_s"),
+        "ended_s": end.get("ended_s"),
+        "world_size": job.get("world_size", 0),
+        "generation": generation.get("number"),
+        "step": None,
+        "published": None,
+        "workers": [
+            {
+                "worker": worker,
+                "rank": rank,
+                "node": places.get(worker, {}).get("node"),
+                "slot": places.get(worker, {}).get("slot"),
+                "state": "ended" if end else "unknown",
+                "step": None,
+            }
+            for rank, worker in enumerate(generation.get("ranks", ()))
+        ],
+        "waiting_for": None,
+        "restarts": None,
+        "ledger_lost": None,
+        "exit_code": exit_code,
+        "reason": end.get("reason"),
+        "incident": book.newest(),
+        "incidents": book.count(),
+    }
