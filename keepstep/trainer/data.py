@@ -275,16 +275,22 @@ class Cursor:
         else:
             self._restore_between_epochs()
 
+    def restart(self) -> None:
+        """Begin anew, as if nothing had been served (after a rehearsal); leaves global random state alone."""
+        self.close()
+        self.epoch = self.batch = self.batches_served = self._trail = 0
+        self._seed, self._origin = None, b""
+        current = rng.capture()
+        rng.restore(self._initial, self._generators)
+        rng.restore(current)
+
     def set_rank(self, old: int, new: int, world: int) -> None:
         """Make the samplers serve rank `new`'s part; then `restore()`, or the cursor begins anew.
 
         Raises UsageError when a sampler's share cannot be told from the rank.
         """
         set_sampler_rank(self._samplers, old, new, world)
-        self.close()
-        self.epoch = self.batch = self.batches_served = self._trail = 0
-        self._started = False
-        self._seed, self._origin = None, b""
+        self.restart()
 
     def warnings(self, world_size: int) -> tuple[str, ...]:
         """What looks wrong but is allowed, one sentence each."""

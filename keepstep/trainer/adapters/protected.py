@@ -15,7 +15,16 @@ from torch.optim import Optimizer
 
 from keepstep.errors import UsageError
 from keepstep.trainer.adapters import refusals, stateful
-from keepstep.trainer.adapters.tensors import dtype_named, local_part, storage_key, version
+from keepstep.trainer.adapters.tensors import (
+    dtype_named,
+    in_memory_order,
+    local_part,
+    storage_key,
+    version,
+)
+
+_COMPARED_STEPS = 3
+_COMPARED_BYTES = 256 << 20
 
 Spec = Mapping[str, tuple[str, tuple[int, ...]]]
 
@@ -31,8 +40,11 @@ class Protected:
         self._buffer_slots: list[tuple[str, dict[str, Tensor | None], str]] | None = None
         self._watched: list[tuple[str, Tensor]] | None = None
         self._watched_count = -1
+        self._running: set[str] | None = None
         self._versions: list[int] = []
         self._buffers_then: dict[str, tuple[Tensor, int]] = {}
+        self._contents: dict[str, Tensor] = {}
+        self._compared_steps = 0
 
     # ---- what is protected ----------------------------------------------------------------------
 
@@ -49,7 +61,7 @@ class Protected:
         elif isinstance(value, nn.Module):
             refusals.refuse_empty_module(name, value)
             self.modules[name] = value
-            self._buffer_slots = self._watched = None
+            self._buffer_slots = self._watched = self._running = None
         elif isinstance(value, Optimizer):
             inner = getattr(value, "optimizer", None)  # accelerate and others wrap the one that works
             value = inner if isinstance(inner, Optimizer) else value
@@ -93,6 +105,7 @@ class Protected:
     def tensors(self) -> dict[str, Tensor]:
         """Every replicated tensor by name: parameters, optimizer state, buffers; local parts, no copies.
 
+        Dimensions stand in memory order (a channels_last weight is permuted, and so contiguous).
         Parameters come from the optimizers first: under tensor parallelism those of the module are
         replaced by its forward.
         """
@@ -103,7 +116,7 @@ class Protected:
             key = storage_key(tensor)
             if key not in seen:
                 seen.add(key)
-                found[name] = local_part(tensor)
+                found[name] = in_memory_order(local_part(tensor))
 
         names = self._parameter_names()
         for _, parameter in self._parameters():
@@ -120,6 +133,11 @@ class Protected:
             if isinstance(value, Tensor):
                 add(name, value)
         return found
+
+    def parameters(self) -> dict[str, Tensor]:
+        """The optimizers' parameters under their names, as they are (DTensors too): for `shard_identity`."""
+        names = self._parameter_names()
+        return {names[id(parameter)]: parameter for _, parameter in self._parameters()}
 
     def spec(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Name -> (dtype, local shape) of `tensors()`, for `ensure` on another worker."""
@@ -158,7 +176,7 @@ class Protected:
             if not isinstance(value, Tensor):
                 continue
             wanted = spec.get(f"{owner}/{names[id(parameter)]}/{key}")
-            part = local_part(value)
+            part = in_memory_order(local_part(value))
             if wanted is None or (part.dtype, tuple(part.shape)) != (
                 dtype_named(wanted[0]),
                 tuple(wanted[1]),
@@ -300,21 +318,49 @@ class Protected:
     def watch_mutations(self) -> None:
         """Remember the versions of parameters and buffers: call at the start of a step's block."""
         self._versions = [version(tensor) for _, tensor in self._watched_parameters()]
-        self._buffers_then = {name: (buffer, version(buffer)) for name, buffer in self.buffers().items()}
+        buffers = self.buffers()
+        self._buffers_then = {name: (buffer, version(buffer)) for name, buffer in buffers.items()}
+        self._contents = {}
+        if self._compared_steps < _COMPARED_STEPS:
+            self._compared_steps += 1
+            if sum(buffer.nbytes for buffer in buffers.values()) <= _COMPARED_BYTES:
+                self._contents = {name: buffer.detach().clone() for name, buffer in buffers.items()}
 
     def mutated_before_gate(self) -> list[str]:
-        """Names of parameters and buffers that were changed in place, or replaced, since `watch_mutations()`."""
+        """Names of parameters and buffers that changed, or were replaced, since `watch_mutations()`.
+
+        Running statistics of normalisation layers are always among them, and buffers that change behind
+        PyTorch's version counter (as those do) are found by their content in the first steps.
+        """
         parameters = self._watched_parameters()
         changed = [
             name
             for (name, tensor), then in zip(parameters, self._versions, strict=False)
             if version(tensor) != then
         ]
-        then = self._buffers_then
-        for name, buffer in self.buffers().items():
-            if name not in then or then[name][0] is not buffer or then[name][1] != version(buffer):
-                changed.append(name)
+        buffers, running = self.buffers(), self._running_statistics()
+        changed += [
+            name for name, buffer in buffers.items() if name in running or self._changed(name, buffer)
+        ]
         return changed
+
+    def _changed(self, name: str, buffer: Tensor) -> bool:
+        before, then = self._buffers_then.get(name, (None, 0))
+        if before is not buffer or then != version(buffer):
+            return True
+        return name in self._contents and not torch.equal(self._contents[name], buffer)
+
+    def _running_statistics(self) -> set[str]:
+        """The fused kernels of BatchNorm and its kin update these without raising their version."""
+        if self._running is None:
+            self._running = {
+                f"{path}.{key}"
+                for prefix, module in self.modules.items()
+                for path, part in module.named_modules(prefix=prefix)
+                if isinstance(part, nn.modules.batchnorm._NormBase)
+                for key in part._buffers
+            }
+        return self._running
 
     def _watched_parameters(self) -> list[tuple[str, Tensor]]:
         count = sum(len(group["params"]) for one in self.optimizers.values() for group in one.param_groups)
@@ -358,7 +404,7 @@ def _new_state(
 ) -> Tensor:
     """An uninitialised-by-anyone state tensor as the optimizer itself would have made it."""
     wanted = dtype_named(dtype)
-    if tuple(local_part(parameter).shape) == tuple(shape) and key != "step":
+    if tuple(in_memory_order(local_part(parameter)).shape) == tuple(shape) and key != "step":
         return torch.zeros_like(parameter, dtype=wanted, requires_grad=False)
     on_device = bool(group.get("capturable") or group.get("fused"))
     device = parameter.device if shape or on_device else torch.device("cpu")

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo
 from torch.distributed.tensor import DTensor
@@ -35,15 +35,16 @@ class ElasticGroup(Protocol):
 class Reranker:
     """Finds at construction (slow, when the spare parks) what `apply` changes later (fast)."""
 
-    def __init__(self, groups: Sequence[ElasticGroup], tensors: Iterable[Tensor] = ()) -> None:
-        """`tensors`: parameters and optimizer state, to compare their local shapes (DTensors count)."""
+    def __init__(self, groups: Sequence[ElasticGroup], modules: Iterable[nn.Module] = ()) -> None:
+        """`modules`: what the spare built; the local shapes of its sharded parameters are compared."""
         self._groups = list(groups)
         objects = gc.get_objects()
         self._meshes = [found for found in objects if isinstance(found, DeviceMesh)]
         self._mesh_infos = [found for found in objects if isinstance(found, DataParallelMeshInfo)]
         self._specs = {
             (tuple(tensor.shape), id(tensor.device_mesh), tensor.placements): tensor
-            for tensor in tensors
+            for module in modules
+            for tensor in module.parameters()
             if isinstance(tensor, DTensor)
         }
         # Root meshes are read as tensors now: `DeviceMesh.mesh` costs tens of microseconds each time.

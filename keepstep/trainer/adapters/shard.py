@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 _DIGEST_BYTES = 16
 
@@ -29,25 +30,31 @@ def shard_identity(tensors: Mapping[str, Tensor]) -> str:
 
 
 def _held(tensor: Tensor) -> str:
-    text = f"{tuple(tensor.shape)} {tensor.dtype}"
-    if isinstance(tensor, DTensor):
-        mesh = tensor.device_mesh
-        coordinate = mesh.get_coordinate()
-        for dim, placement in enumerate(tensor.placements):
-            if not placement.is_replicate():
-                place = "outside" if coordinate is None else coordinate[dim]
-                text += f" {placement} {place}/{mesh.size(dim)}"
+    spec = _spec_of(tensor)
+    if spec is None:
+        return f"{tuple(tensor.shape)} {tensor.dtype}"
+    text = f"{tuple(spec.shape)} {tensor.dtype}"
+    coordinate = spec.mesh.get_coordinate()
+    for dim in _sharded_dims(spec):
+        place = "outside" if coordinate is None else coordinate[dim]
+        text += f" {spec.placements[dim]} {place}/{spec.mesh.size(dim)}"
     return text
+
+
+def _spec_of(tensor: Tensor) -> DTensorSpec | None:
+    """How a tensor is sharded; tensor parallelism inside DDP keeps it beside a plain local tensor."""
+    spec = tensor._spec if isinstance(tensor, DTensor) else getattr(tensor, "_st_info", None)
+    return spec if isinstance(spec, DTensorSpec) else None
 
 
 def describe(tensors: Mapping[str, Tensor]) -> str:
     """The same for people: "shard 1 of 2 along mesh dimension 'shard'"; "a whole copy" without shards."""
     places: dict[str, None] = {}
     for tensor in tensors.values():
-        if not isinstance(tensor, DTensor):
+        if (spec := _spec_of(tensor)) is None:
             continue
-        mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
-        for dim in _sharded_dims(tensor):
+        mesh, coordinate = spec.mesh, spec.mesh.get_coordinate()
+        for dim in _sharded_dims(spec):
             name = mesh.mesh_dim_names[dim] if mesh.mesh_dim_names else str(dim)
             place = "none" if coordinate is None else coordinate[dim]
             places[f"shard {place} of {mesh.size(dim)} along mesh dimension '{name}'"] = None
@@ -61,16 +68,16 @@ def replica_ranks(tensors: Mapping[str, Tensor], world_size: int) -> tuple[int, 
     """
     twins = set(range(world_size))
     for tensor in tensors.values():
-        if isinstance(tensor, DTensor):
-            ranks = _twins_in(tensor.device_mesh, _sharded_dims(tensor))
+        if (spec := _spec_of(tensor)) is not None:
+            ranks = _twins_in(spec.mesh, _sharded_dims(spec))
             if ranks is None:
                 return None
             twins &= ranks
     return tuple(sorted(twins))
 
 
-def _sharded_dims(tensor: DTensor) -> Sequence[int]:
-    return [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+def _sharded_dims(spec: DTensorSpec) -> Sequence[int]:
+    return [dim for dim, placement in enumerate(spec.placements) if not placement.is_replicate()]
 
 
 def _twins_in(mesh: DeviceMesh, sharded: Sequence[int]) -> set[int] | None:

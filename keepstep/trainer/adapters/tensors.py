@@ -18,6 +18,16 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.detach()
 
 
+def in_memory_order(tensor: Tensor) -> Tensor:
+    """The tensor with its dimensions permuted as they lie in memory: contiguous for channels_last, no copy."""
+    if tensor.is_contiguous():
+        return tensor
+    strides = tensor.stride()
+    order = sorted(range(tensor.ndim), key=lambda dim: (-strides[dim], dim))
+    permuted = tensor.permute(order)
+    return permuted if permuted.is_contiguous() else tensor
+
+
 def storage_key(tensor: Tensor) -> tuple[Any, ...]:
     """Equal for tensors over the same bytes; empty tensors are equal to themselves only."""
     part = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
