@@ -26,8 +26,11 @@ from keepstep.agent.evidence import Evidence
 from keepstep.agent.guardian import Guardian
 from keepstep.agent.socket import WorkerSocket
 from keepstep.agent.store import GenerationStore
+from keepstep.agent.suspects import Suspects
+from keepstep.agent.vitals import Vitals
 from keepstep.agent.workers import Worker, Workers
 from keepstep.core.actions import Announce, KillWorker, Release, StandBy, StartWorker
+from keepstep.core.agent import Suspicion
 from keepstep.core.events import (
     UsageRefused,
     WorkerExited,
@@ -80,15 +83,23 @@ class Agent:
             announcements=self._announcements,
             on_exit=self._worker_exited,
         )
+        self._controller = ControllerConnection(
+            config.controller_url, self._hello, self._welcomed, self._carry_out
+        )
         self._desk = Desk(
             config.advertise,
             self._workers,
             self._announcements,
-            send=lambda event: self._controller.send(event),
+            send=self._controller.send,
             greeted=self._greeted,
         )
-        self._controller = ControllerConnection(
-            config.controller_url, self._hello, self._welcomed, self._carry_out
+        self._suspects = Suspects(self._evidence, self._workers.published, self._controller.send)
+        self._vitals = Vitals(
+            self._workers,
+            self._announcements,
+            send=self._controller.send,
+            suspect=self._suspect,
+            config=config.vitals,
         )
         self._socket: WorkerSocket | None = None
 
@@ -106,6 +117,7 @@ class Agent:
             )
             await self._socket.open()
             self._spawn(self._controller.run())
+            self._spawn(self._vitals.run())
             if self._config.embedded:
                 self._spawn(self._end_without_controller())
             await self._over.wait()
@@ -206,6 +218,7 @@ class Agent:
         self._workers.drop_superseded()
 
     async def _kill(self, worker: Worker, action: KillWorker) -> None:
+        await self._suspects.settled(worker.number)
         worker.killed_on_purpose = True
         if not await worker.process.end(action.grace_s):
             log.error("worker %s does not end, not even by SIGKILL: it hangs in the kernel", worker.number)
@@ -227,6 +240,9 @@ class Agent:
         worker = self._workers.get(number)
         if worker is not None and worker.link is not None:
             worker.link.send(message)
+
+    def _suspect(self, worker: Worker, suspicion: Suspicion) -> None:
+        self._spawn(self._suspects.report(worker, suspicion))
 
     # ---- a worker's end -------------------------------------------------------------------------------
 
@@ -284,6 +300,7 @@ class Agent:
         await asyncio.gather(*(worker.process.end() for worker in self._workers.living()))
         if self._notes:
             await asyncio.wait(self._notes, timeout=NOTES_TIMEOUT_S)
+        self._suspects.close()
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()

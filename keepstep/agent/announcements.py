@@ -88,6 +88,10 @@ class Announcements:
         found = self._players.get(rank, {})
         return sorted(found, key=lambda worker: found[worker], reverse=True)
 
+    def since_the_start(self, worker: int) -> bool:
+        """Whether a worker was a member of this world's first generation."""
+        return self._member_since.get(worker) == self.fresh_since
+
     def ranks_played(self, worker: int) -> list[int]:
         """The ranks that a worker ever played in this world."""
         return [rank for rank, workers in self._players.items() if worker in workers]

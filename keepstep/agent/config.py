@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from keepstep.core.agent import VitalsConfig
 from keepstep.errors import UsageError
 from keepstep.wire.framing import MAX_FRAME_BYTES
 
@@ -29,6 +30,7 @@ class AgentConfig:
     `embedded`: the agent lives in `keepstep run`'s own process; its workers then end with that process.
     `advertise`: the address that workers of this node bind to and tell others.
     `record_bytes`, `orphan_timeout_s`: None takes the job's own (5 s when embedded).
+    `vitals`: when a living worker is given up; None takes the core's own limits.
     `controller_timeout_s`: an embedded agent without its controller for so long ends everything.
     """
 
@@ -44,6 +46,7 @@ class AgentConfig:
     orphan_timeout_s: float | None = None
     controller_timeout_s: float = 5.0
     stop_grace_s: float = 5.0
+    vitals: VitalsConfig | None = None
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.controller_url)

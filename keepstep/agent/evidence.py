@@ -176,7 +176,7 @@ def _page_facts(page: Page) -> dict[str, Any]:
         "published": page.published,
         "generation": page.generation,
         "collectives": page.collectives,
-        "phase": _phase_name(page),
+        "phase": phase_name(page),
         "in_phase_s": round((time.monotonic_ns() - page.phase_since_ns) / 1e9, 3),
     }
     if records:
@@ -190,7 +190,8 @@ def _page_facts(page: Page) -> dict[str, Any]:
     return facts
 
 
-def _phase_name(page: Page) -> str:
+def phase_name(page: Page) -> str:
+    """The page's phase by name; a number that this version does not know is "unknown"."""
     try:
         return page.phase.name
     except ValueError:
