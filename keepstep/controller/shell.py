@@ -201,8 +201,6 @@ class Controller:
         """Durable on return, or PersistFailed is what the machine hears next (once per failing stretch)."""
         if not entries:
             return
-        for entry in entries:
-            self.incidents.add(entry.kind, entry.body, time.time())
         items = [(entry.kind, entry.body) for entry in entries]
         if self._entries_lost:
             items.insert(
@@ -210,12 +208,18 @@ class Controller:
             )
         try:
             # A slow disk must not keep the agent's connection waiting, hence the thread.
-            await asyncio.get_running_loop().run_in_executor(self._disk, self._ledger.append_all, items)
+            written = await asyncio.get_running_loop().run_in_executor(
+                self._disk, self._ledger.append_all, items
+            )
         except LedgerWriteFailed as failure:
             if not self._entries_lost:
                 self._own_events.append(evt.PersistFailed(reason=str(failure)))
             self._entries_lost += len(entries)
+            for entry in entries:
+                self.incidents.add(entry.kind, entry.body, time.time())
         else:
+            for line in written:
+                self.incidents.add(line.kind, line.value(), line.time_s)
             if self._entries_lost:
                 self._say(
                     f"the ledger can be written again ({self._entries_lost} entries are missing)", "warning"
