@@ -13,10 +13,11 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from keepstep.agent.agent import Agent
 from keepstep.agent.config import AgentConfig, ConsoleLine
-from keepstep.cli.console import Terminal
+from keepstep.cli.console import REFRESH_S, Terminal
 from keepstep.cli.live import draw_table, progress_line, summary
 from keepstep.cli.options import RunOptions
 from keepstep.controller.api import build_app
@@ -69,8 +70,9 @@ class _Job:
         self._ledger = ledger
         self._started_s = time.monotonic()
         self._stops_asked = 0
+        self._view: dict[str, Any] | None = None
         self.terminal = Terminal(
-            draw=lambda: draw_table(self.controller), progress=lambda: progress_line(self.controller)
+            draw=lambda: draw_table(self._view), progress=lambda: progress_line(self._view)
         )
         self.controller = Controller(
             machine=JobMachine(_machine_config(options)),
@@ -94,9 +96,11 @@ class _Job:
             except OSError as error:
                 say(f"keepstep status will not find this job: {error}", "warning")
             agent = asyncio.create_task(self._agent(server.url), name="agent")
+            looking = asyncio.create_task(self._look(), name="look")
             try:
                 code = await self.controller.run()
             finally:
+                looking.cancel()
                 await self._end_agent(agent)
                 await server.stop()
         say(summary(self.controller, code, self._ledger.head, time.monotonic() - self._started_s))
@@ -125,6 +129,12 @@ class _Job:
             self.terminal.say(reason, "error")
         finally:
             self.controller.lose_agent(NODE, reason)
+
+    async def _look(self) -> None:
+        """Keep a picture for the terminal's thread: the machine itself is the loop's alone."""
+        while True:
+            self._view = self.controller.status()
+            await asyncio.sleep(REFRESH_S)
 
     async def _end_agent(self, agent: asyncio.Task[None]) -> None:
         """The agent leaves by itself after Stop; cancelled, it still ends its workers before it returns."""

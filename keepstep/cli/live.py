@@ -21,12 +21,14 @@ _STATE_STYLES = {
 }
 
 
-def draw_table(controller: Controller) -> RenderableType:
-    """The live table for a terminal."""
+def draw_table(status: Mapping[str, Any] | None) -> RenderableType:
+    """The live table for a terminal (see `keepstep.controller.view`); None before the first picture."""
     from rich.console import Group
     from rich.text import Text
 
-    return Group(rank_table(controller.status()), Text(incident_line(controller.incidents.newest())))
+    if status is None:
+        return Text("")
+    return Group(rank_table(status), Text(incident_line(status["incident"])))
 
 
 def rank_table(status: Mapping[str, Any]) -> RenderableType:
@@ -63,9 +65,10 @@ def rank_table(status: Mapping[str, Any]) -> RenderableType:
     return table
 
 
-def progress_line(controller: Controller) -> str:
+def progress_line(status: Mapping[str, Any] | None) -> str:
     """The same in one line, for a log."""
-    status = controller.status()
+    if status is None:
+        return ""
     if status["waiting_for"]:
         return f"{status['state']}: waiting for {status['waiting_for']}"
     spares = sum(row["rank"] is None for row in status["workers"])

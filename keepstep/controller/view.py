@@ -16,8 +16,9 @@ def live_status(
     snapshot: Mapping[str, Any], book: IncidentBook, *, mode: str, started_s: float
 ) -> dict[str, Any]:
     """The picture of a running job. `started_s`: Unix time."""
-    players = [_row(one, one["rank"], "playing") for one in snapshot["ranks"]]
-    spares = [_row(one, None, one.get("readiness") or "starting") for one in snapshot["spares"]]
+    over = snapshot["exit_code"] is not None
+    players = [_row(one, one["rank"], "playing", over) for one in snapshot["ranks"]]
+    spares = [_row(one, None, one.get("readiness") or "starting", over) for one in snapshot["spares"]]
     waiting = snapshot.get("waiting")
     return {
         "job": snapshot["job"],
@@ -40,9 +41,11 @@ def live_status(
     }
 
 
-def _row(worker: Mapping[str, Any], rank: int | None, state: str) -> dict[str, Any]:
+def _row(worker: Mapping[str, Any], rank: int | None, state: str, over: bool) -> dict[str, Any]:
     standing = worker.get("standing")
-    if rank is not None and standing in ("ending", "exited", "unknown"):
+    if over:
+        state = "ended"
+    elif rank is not None and standing in ("ending", "exited", "unknown"):
         state = "dead"
     return {
         "worker": worker["worker"],

@@ -85,3 +85,20 @@ def test_progress_is_shown_when_it_changes(tmp_path: Path, monkeypatch: pytest.M
         time.sleep(0.5)
         terminal.close()
     assert (tmp_path / "out").read_text() == "keepstep: step 5\n"
+
+
+def test_a_terminal_shows_the_live_table_below_the_lines() -> None:
+    from rich.text import Text
+
+    leader, follower = os.openpty()
+    with os.fdopen(follower, "w") as out:
+        terminal = Terminal(out=out, err=out, draw=lambda: Text("THE TABLE"))
+        terminal.say("started")
+        terminal.line("\x1b[31mred\x1b[0m of a worker")
+        time.sleep(0.6)
+        terminal.close()
+        os.set_blocking(leader, False)
+        shown = os.read(leader, 100_000).decode()
+    os.close(leader)
+    assert "THE TABLE" in shown and "keepstep: started" in shown and "of a worker" in shown
+    assert shown.index("keepstep: started") < shown.rindex("THE TABLE")
