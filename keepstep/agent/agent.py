@@ -253,7 +253,13 @@ class Agent:
         failed = event.status != 0 and not self._stopping
         if self._console is not None:
             self._console.ended(worker.number, failed=failed)
-        if failed and not worker.killed_on_purpose and not self._announcements.released(worker.number):
+        known = self._announcements
+        expected = (
+            worker.killed_on_purpose
+            or known.released(worker.number)
+            or known.fenced(worker.number) is not None
+        )
+        if failed and not expected:
             self._notes.add(self._spawn(self._note_death(worker, event)))
 
     async def _note_death(self, worker: Worker, event: WorkerExited) -> None:

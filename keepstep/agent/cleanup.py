@@ -92,7 +92,15 @@ def remove_stale() -> list[Path]:
 def _own(folder: Path) -> None:
     found = procfs.stat(os.getpid())
     started = 0 if found is None else found.started
-    (folder / _OWNER).write_text(f"{os.getpid()} {started}\n")
+    (folder / _OWNER).write_text(f"{os.getpid()} {started} {_pid_namespace()}\n")
+
+
+def _pid_namespace() -> str:
+    """Numbers of processes mean something only within one (containers may share memory, not numbers)."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return "unknown"
 
 
 def _is_mine(folder: Path) -> bool:
@@ -105,8 +113,11 @@ def _is_mine(folder: Path) -> bool:
 
 def _owner_lives(owner: Path) -> bool:
     try:
-        pid, started = (int(word) for word in owner.read_text().split())
+        pid_text, started_text, namespace = owner.read_text().split()
+        pid, started = int(pid_text), int(started_text)
     except (OSError, ValueError):
         return True  # being written, or not ours to judge
+    if namespace != _pid_namespace():
+        return True
     found = procfs.stat(pid)
     return found is not None and found.state not in "ZX" and found.started == started

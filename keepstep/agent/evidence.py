@@ -54,24 +54,22 @@ class Evidence:
             **_page_facts(worker.page),
         }
 
-    async def of_suspect(self, worker: Worker, reason: str, deadline_s: float = DEADLINE_S) -> dict[str, Any]:
-        """Everything about a living worker, its Python stacks included; returns the summary."""
+    async def of_suspect(self, worker: Worker, facts: dict[str, Any], deadline_s: float = DEADLINE_S) -> None:
+        """Everything about a living worker, its Python stacks included; adds to `facts` what it finds."""
         deadline = time.monotonic() + deadline_s
         pid = worker.python_pid or worker.process.pid
-        summary = self.at_once(worker, reason)
         folder = self._folder(worker.number)
-        summary["folder"] = str(folder.relative_to(self._run_dir))
+        facts["folder"] = str(folder.relative_to(self._run_dir))
         for name in _PROC_FILES:
             _write(folder / f"proc-{name}", procfs.read(pid, name))
         self._keep_logs(worker.number, folder)
         stacks, source = await _stacks(pid, worker.stacks, deadline)
         _write(folder / "stacks.txt", stacks)
-        summary["stacks_from"] = source
-        summary["stacks"] = _text(stacks).splitlines()[:SUMMARY_LINES]
-        _write_summary(folder, summary)
-        return summary
+        facts["stacks_from"] = source
+        facts["stacks"] = _text(stacks).splitlines()[:SUMMARY_LINES]
+        _write_summary(folder, facts)
 
-    def of_dead(self, worker: Worker, event: WorkerExited) -> dict[str, Any]:
+    def of_dead(self, worker: Worker, event: WorkerExited) -> None:
         """What a dead worker left: how it ended, its counters, its last lines."""
         folder = self._folder(worker.number)
         summary = {
@@ -82,7 +80,6 @@ class Evidence:
         }
         self._keep_logs(worker.number, folder)
         _write_summary(folder, summary)
-        return summary
 
     def _folder(self, worker: int) -> Path:
         root = self._run_dir / "evidence"

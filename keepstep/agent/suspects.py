@@ -27,25 +27,24 @@ class Suspects:
         self._evidence = evidence
         self._published = published
         self._send = send
-        self._collecting: dict[int, asyncio.Task[dict[str, Any]]] = {}
+        self._collecting: dict[int, asyncio.Task[None]] = {}
 
     async def report(self, worker: Worker, suspicion: Suspicion) -> None:
         """Send WorkerSuspected: for a stopped worker at once, for a hung one with its stacks (2 s at most)."""
-        reason = suspicion.reason
         worker.suspected_since_s = suspicion.since_s
-        collecting = asyncio.create_task(self._collect(worker, reason))
+        facts = {**suspicion.evidence, **self._evidence.at_once(worker, suspicion.reason)}
+        collecting = asyncio.create_task(self._collect(worker, facts))
         self._collecting[worker.number] = collecting
         stopped = suspicion.evidence.get("state") == STOPPED
         await asyncio.wait({collecting}, timeout=STOPPED_REPORT_S if stopped else DEADLINE_S)
         if not worker.alive:
             return  # its exit has been reported: a suspicion would come too late
-        taken = collecting.result() if collecting.done() else self._evidence.at_once(worker, reason)
         self._send(
             WorkerSuspected(
                 worker=worker.number,
-                reason=reason,
+                reason=suspicion.reason,
                 published=self._published(),
-                evidence={**suspicion.evidence, **taken},
+                evidence=dict(facts),
                 first_evidence_s=suspicion.since_s,
             )
         )
@@ -62,9 +61,9 @@ class Suspects:
         for collecting in self._collecting.values():
             collecting.cancel()
 
-    async def _collect(self, worker: Worker, reason: str) -> dict[str, Any]:
+    async def _collect(self, worker: Worker, facts: dict[str, Any]) -> None:
         try:
-            return await self._evidence.of_suspect(worker, reason)
+            await self._evidence.of_suspect(worker, facts)
         except OSError as error:  # a full disk must not keep a hung worker alive
             log.error("the evidence about worker %s is incomplete: %s", worker.number, error)
-            return self._evidence.at_once(worker, reason) | {"incomplete": str(error)}
+            facts["incomplete"] = str(error)

@@ -268,3 +268,48 @@ def test_pages_lie_in_shared_memory_and_no_other_user_can_read_them(node: Any) -
             assert all(stat.S_IMODE(Path(p).stat().st_mode) == 0o700 for p in (n.page_dir, n.page_dir.parent))
 
     asyncio.run(story())
+
+
+ADVANCE = """
+import worker_side
+c, p = worker_side.park(), worker_side.page()
+while (m := c.receive()):
+    p.generation = m.generation.number
+    p.step, p.published = 10 * p.generation + 9, 10 * p.generation + 8
+    print("in", p.generation)
+"""
+
+
+def test_the_page_of_a_dead_worker_is_kept_until_its_successor_has_records_of_its_own(node: Any) -> None:
+    async def story() -> None:
+        async with node(ADVANCE) as n:
+            await n.start(0, 1, 2)
+            await n.announce(0, 0, 1)
+            await n.until(lambda: "in 0" in n.log(1), "generation 0")
+            os.kill(n.pid(1), signal.SIGKILL)
+            await n.event(WorkerExited, worker=1)
+            kept = [n.page_dir / "worker-1.page", n.page_dir / "worker-0.page"]
+            for generation in (1, 2):
+                await n.announce(generation, 0, 2)
+                await n.until(lambda g=generation: f"in {g}" in n.log(2), "generation")
+            assert all(path.exists() for path in kept)
+            await n.announce(3, 0, 2)
+            await n.until(lambda: not kept[0].exists(), "the page stays")
+            assert kept[1].exists()
+
+    asyncio.run(story())
+
+
+def test_a_fresh_world_does_not_count_what_the_one_before_had_published(node: Any) -> None:
+    async def story() -> None:
+        async with node(ADVANCE) as n:
+            await n.start(0, 1, 2)
+            await n.announce(5, 0, fresh=True)
+            await n.until(lambda: "in 5" in n.log(0), "generation 5")
+            os.kill(n.pid(0), signal.SIGKILL)
+            assert (await n.event(WorkerExited, worker=0)).published == 58
+            await n.announce(6, 2, fresh=True)
+            os.kill(n.pid(1), signal.SIGKILL)
+            assert (await n.event(WorkerExited, worker=1)).published in (0, 68)  # worker 2 may be quick
+
+    asyncio.run(story())

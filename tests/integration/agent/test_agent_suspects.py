@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from keepstep.core.actions import KillWorker
+from keepstep.core.agent import Suspicion
 from keepstep.core.events import Progressed, WorkerExited, WorkerSuspected
 
 pytestmark = pytest.mark.integration
@@ -55,7 +56,8 @@ def test_a_stopped_worker_is_reported_soon_and_killed_with_its_evidence_kept(nod
             exited = await n.event(WorkerExited, worker=0)
             assert exited.status == -signal.SIGKILL
             assert exited.first_evidence_s == suspected.first_evidence_s
-            folder = n.run_dir / "evidence" / "worker-0-1"
+            folder = n.run_dir / suspected.evidence["folder"]
+            assert folder == n.run_dir / "evidence" / "worker-0-1"
             summary = json.loads((folder / "summary.json").read_text())
             assert summary["last_record"] == {"kind": "start", "step": 9, "lineage": "", "bytes": 6}
             assert summary["phase"] == "STEP" and summary["generation"] == 3 and summary["open_files"] > 2
@@ -83,8 +85,6 @@ forgotten_lock()
         async with node(code) as n:
             await n.start(0, parked=False)
             await n.until(lambda: (n.run_dir / "logs" / "worker-0.stdout").exists() and n.log(0), "up")
-            from keepstep.core.agent import Suspicion
-
             hung = Suspicion(worker=0, reason="no CPU", since_s=time.monotonic(), evidence={"state": "S"})
             n.agent._suspect(n.agent._workers.get(0), hung)
             suspected = await n.event(WorkerSuspected, worker=0)
@@ -104,8 +104,9 @@ def test_a_process_without_a_handler_survives_the_question_for_its_stacks(node: 
             await n.until(lambda: (n.run_dir / "logs" / "worker-0.stdout").exists() and n.log(0), "up")
             worker = n.agent._workers.get(0)
             worker.stacks.touch()
-            summary = await n.agent._evidence.of_suspect(worker, "test")
-            assert worker.alive and summary["stacks_from"] != "faulthandler"
+            facts: dict[str, Any] = {}
+            await n.agent._evidence.of_suspect(worker, facts)
+            assert worker.alive and facts["stacks_from"] != "faulthandler"
 
     asyncio.run(story())
 
@@ -182,5 +183,35 @@ def test_evidence_that_cannot_be_written_does_not_stop_the_agent(node: Any, tmp_
             assert not n.running.done()
             await n.start(1, parked=False)
             await n.event(WorkerExited, worker=1)
+
+    asyncio.run(story())
+
+
+def test_whoever_hangs_while_others_wait_is_suspected_and_whoever_computes_is_not(node: Any) -> None:
+    code = (
+        TRAIN
+        + """
+for _ in range(20):
+    time.sleep(0.02)
+    p.step += 1
+if worker_side.WORKER == 2:
+    p.enter(Phase.GATE)  # it waits for the others
+while True:
+    time.sleep(0.3)
+    until = time.thread_time() + 0.05
+    while worker_side.WORKER == 1 and time.thread_time() < until:
+        pass
+"""
+    )
+
+    async def story() -> None:
+        async with node(code, world_size=3) as n:
+            await n.start(0, 1, 2)
+            await n.announce(3, 0, 1, 2)
+            suspected = await n.event(WorkerSuspected, timeout_s=40)
+            assert suspected.worker == 0 and "no CPU, I/O or collective" in suspected.reason
+            assert suspected.evidence["stacks_from"] in ("py-spy", "nowhere: py-spy took too long")
+            await asyncio.sleep(1)
+            assert [e.worker for e in n.events if isinstance(e, WorkerSuspected)] == [0]
 
     asyncio.run(story())
