@@ -79,7 +79,9 @@ def _init_protected(
     dist.init_process_group(BACKEND_NAME, store=dist.HashStore(), rank=rank, world_size=session.world_size)
     if not session.rehearsing:
         session.tell(Connected(generation=session.generation_number))
-    return Run(session, Promotion(session, rank, on_rank_change), Reports(session.identity.run_dir, session.worker))
+    return Run(
+        session, Promotion(session, rank, on_rank_change), Reports(session.identity.run_dir, session.worker)
+    )
 
 
 def _rank_in(session: Session, generation: Generation) -> int:

@@ -10,7 +10,9 @@ import errno
 import re
 
 HARDWARE_ERRNO = frozenset({errno.EIO, errno.EREMOTEIO, errno.ENXIO, errno.ENODEV, errno.ESTALE})
-HARDWARE_TEXT = re.compile(r"CUDA error|CUBLAS_STATUS|CUDNN_STATUS|NCCL|uncorrectable ECC|device-side assert", re.I)
+HARDWARE_TEXT = re.compile(
+    r"CUDA error|CUBLAS_STATUS|CUDNN_STATUS|NCCL|uncorrectable ECC|device-side assert", re.I
+)
 # An assertion inside a kernel is the script's index error, and running out of memory its batch size.
 SCRIPT_TEXT = re.compile(r"device-side assert|out of memory", re.I)
 PEER_TEXT = re.compile(

@@ -71,7 +71,9 @@ class Groups:
         self.on_stranded: Callable[[], None] = lambda: None
         self.on_collective: Callable[[str], None] | None = None
 
-    def settle(self, *, place: Place | None = None, solo: bool | None = None, poisoned: bool | None = None) -> None:
+    def settle(
+        self, *, place: Place | None = None, solo: bool | None = None, poisoned: bool | None = None
+    ) -> None:
         """Change the circumstances; recomputes the fast path."""
         if place is not None:
             self.place = place
@@ -236,13 +238,17 @@ class ElasticGroup(dist.ProcessGroup):
         registry = self.registry
         registry.swallowed += 1
         if _is_background_thread():
-            raise ConnectionError(f"{name}: the job is recovering from a failure; this thread's work is void.")
+            raise ConnectionError(
+                f"{name}: the job is recovering from a failure; this thread's work is void."
+            )
         if registry.place is Place.SETUP:
             registry.on_stranded()  # a setup is never repaired: every rank starts again
         if registry.place is not Place.STEP and registry.place is not Place.AFTER_GATE:
             raise StepInterrupted(f"{name} in {registry.place.value} while the job recovers")
         if registry.swallowed > MAX_SWALLOWED:
-            raise StepInterrupted(f"{MAX_SWALLOWED} collectives in one poisoned step: it waits for a reduced flag")
+            raise StepInterrupted(
+                f"{MAX_SWALLOWED} collectives in one poisoned step: it waits for a reduced flag"
+            )
         solo.answer(name, self.size(), self.getRank(), arguments)
 
     def keep_in_journal(self, name: str, arguments: tuple[Any, ...]) -> None:

@@ -28,7 +28,11 @@ PACKAGE = str(Path(__file__).resolve().parent.parent)
 
 def own_line(trace: TracebackType | None) -> str:
     """Where in the user's script an exception came from, as file:line."""
-    frames = [f for f in traceback.extract_tb(trace) if not f.filename.startswith(PACKAGE) and "torch" not in f.filename]
+    frames = [
+        f
+        for f in traceback.extract_tb(trace)
+        if not f.filename.startswith(PACKAGE) and "torch" not in f.filename
+    ]
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "?"
 
 
@@ -56,7 +60,7 @@ class Ends:
         self._older_hook(kind, error, trace)
         sys.stderr.flush()
         sys.stdout.flush()
-        if session.rehearsing or session.machine.rank is None:
+        if session.rehearsing or session.rank is None:
             # A spare that fails alone is replaced; the training goes on without it.
             session.leave("the rehearsal failed", status=EXIT_REHEARSAL)
         if session.groups.poisoned:
@@ -93,7 +97,9 @@ class Ends:
     def _on_exit(self) -> None:
         session = self._session
         if not self._failed and session.closed_gates:
-            session.link.send(WorkerFinished(worker=session.worker, step=session.machine.step_count))
+            session.link.send(
+                WorkerFinished(worker=session.worker, step=session.machine.step_count - session.closed_gates)
+            )
         # gloo's threads must not outlive the interpreter's teardown.
         with session.lock:
             fabric = session.fabric

@@ -53,7 +53,7 @@ class Faults:
     def at(self, place: str) -> None:
         """Strike when a fault is ordered for this rank, this step and this place."""
         if self._faults:
-            for number, fault in self._due():
+            for number, fault in self._due(at_target=place.startswith("transfer")):
                 if fault.at == place:
                     self._strike(number, fault)
 
@@ -78,11 +78,15 @@ class Faults:
         """How long a step takes: a random fault strikes within it."""
         self._step_s = seconds
 
-    def _due(self) -> list[tuple[int, Fault]]:
+    def _due(self, *, at_target: bool = False) -> list[tuple[int, Fault]]:
+        """The faults for this rank and step; `at_target`: the step is the verdict's, not yet one's own."""
         session = self._session
         if not session.live:
             return []
-        rank, step = session.machine.rank, session.machine.step_count
+        rank, step = session.rank, session.machine.step_count
+        verdict = session.machine.verdict
+        if at_target and verdict is not None and verdict.target is not None:
+            step = verdict.target
         return [(n, f) for n, f in self._faults if f.rank == rank and f.step == step]
 
     def _claim(self, number: int) -> bool:

@@ -115,7 +115,9 @@ class Link:
             while number not in self._answers:
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0 or not self._answered.wait(left_s):
-                    raise ProtectionError(f"the agent did not send the {what} of rank {rank} in {timeout_s} s")
+                    raise ProtectionError(
+                        f"the agent did not send the {what} of rank {rank} in {timeout_s} s"
+                    )
             return self._answers.pop(number)
 
     def _listen(self) -> None:

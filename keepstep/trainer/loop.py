@@ -75,6 +75,7 @@ class Loop:
         self._become_rank = become_rank
         self._served: list[Served] = []  # since the last commit
         self._replay: deque[Served] = deque()
+        self._start_cursor: dict[str, Any] | None = None
         self._rewind_due = False
         self._clones_batches = False
         self._rehearsed = 0
@@ -116,9 +117,11 @@ class Loop:
                 self._rewind_due = True
         if self._rewind_due:
             self._rewind_due = False
-            self.recorder.put_back()
+            self.recorder.put_back(session.machine.step_count)
             self._replay = deque(self._served)
             self._micro = 0
+        if self._replay:
+            self._offer(self._start_cursor)
 
     def _serve(self) -> Step | None:
         """The next batch as a step; None at the end of the loop."""
@@ -148,7 +151,7 @@ class Loop:
     def _boundary(self) -> None:
         """Between two steps: state may be copied from here on, and the record is taken."""
         session, machine = self.session, self.session.machine
-        cursor = self._cursor.state() if self._cursor is not None else None
+        cursor = self._start_cursor = self._cursor.state() if self._cursor is not None else None
         self._offer(cursor)
         session.faults.at("between")
         if machine.step_count == FINGERPRINT_STEP:
@@ -157,7 +160,7 @@ class Loop:
         if self.recorder.late_changes and not self._warned_late and machine.step_count > FINGERPRINT_STEP:
             self._warned_late = True
             session.say(LATE_CHANGE)
-        self.recorder.remember()
+        self.recorder.remember(machine.step_count)
 
     def _offer(self, cursor: dict[str, Any] | None) -> None:
         session = self.session
@@ -237,8 +240,8 @@ class Loop:
             self.recorder.check_before_gate()
         cursor = self._cursor.state() if self._cursor is not None else None
         self.recorder.write_gate(step, lineage, cursor, closed_gates)
-        assert session.machine.rank is not None
-        self.reports.flush(session.machine.rank, step - 1, session.generation_number)
+        assert session.rank is not None
+        self.reports.flush(session.rank, step - 1, session.generation_number)
         session.page.collectives = session.groups.collectives
         session.faults.at("gate")
 
@@ -273,7 +276,11 @@ class Loop:
 
     def _note_batch_mutation(self) -> None:
         """A script that changes its batches in place is served copies from then on."""
-        if not self._clones_batches and self._served and mutated(self._served[-1].batch, self._served[-1].versions):
+        if (
+            not self._clones_batches
+            and self._served
+            and mutated(self._served[-1].batch, self._served[-1].versions)
+        ):
             self._clones_batches = True
             self.session.say("the script changes its batches in place: it is served copies from now on")
 
@@ -352,11 +359,11 @@ class Loop:
 
     def _send_fingerprint(self) -> None:
         session = self.session
-        assert session.machine.rank is not None
+        assert session.rank is not None
         session.link.send(
             FingerprintTaken(
                 worker=session.worker,
-                rank=session.machine.rank,
+                rank=session.rank,
                 step=session.machine.step_count,
                 shard=session.machine.shard,
                 digest=shard_digest(session.protected, self.recorder.recorded_buffers),

@@ -42,7 +42,9 @@ def fetch_journal(session: Session, rank: int) -> Journal:
 class Promotion:
     """What a rehearsed spare does until, and when, it has a rank."""
 
-    def __init__(self, session: Session, rehearsed_rank: int, on_rank_change: Callable[[int, int], None] | None):
+    def __init__(
+        self, session: Session, rehearsed_rank: int, on_rank_change: Callable[[int, int], None] | None
+    ):
         self._session = session
         self._rehearsed_rank = rehearsed_rank
         self._on_rank_change = on_rank_change
@@ -51,16 +53,16 @@ class Promotion:
         """Park hot until a generation names this worker (at once when it is named), then join it."""
         session = self._session
         resets.reset(session.protected.modules.values())
+        reranker = Reranker(list(session.groups), session.protected.modules.values())
         if session.announced is None:
-            reranker = Reranker(list(session.groups), session.protected.modules.values())
             session.page.enter(Phase.PARKED)
             session.link.send(WorkerParked(worker=session.worker, readiness="hot"))
-            generation = session.await_rank(symmetric=False)
-            assert generation is not None
-            rank = generation.rank_of(session.worker)
-            assert rank is not None
-            if rank != self._rehearsed_rank:
-                self._change_rank(reranker, cursor, rank)
+        generation = session.await_rank(symmetric=False)
+        assert generation is not None
+        rank = generation.rank_of(session.worker)
+        assert rank is not None
+        if rank != self._rehearsed_rank:
+            self._change_rank(reranker, cursor, rank)
         session.learn_shard()
         session.groups.journal = None
         session.groups.settle(solo=False, place=Place.OUTSIDE, poisoned=True)

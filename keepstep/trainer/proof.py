@@ -44,7 +44,9 @@ class Proof:
         """The digest of every tensor after each commit, in mode "steps"."""
         if self._mode == "steps":
             tensors = fingerprint.digests(self._session.protected.tensors())
-            self._write({"fingerprint": True, "step": self._session.machine.step_count - 1, "tensors": tensors})
+            self._write(
+                {"fingerprint": True, "step": self._session.machine.step_count - 1, "tensors": tensors}
+            )
 
     def at_end(self) -> None:
         """The digest of the final state."""
@@ -57,6 +59,6 @@ class Proof:
         self._write({"final": True, "step": step, "digest": digest, "tensors": tensors})
 
     def _write(self, line: dict[str, object]) -> None:
-        rank = self._session.machine.rank
+        rank = self._session.rank
         assert rank is not None
         self._reports.write(rank, line)

@@ -27,6 +27,7 @@ class Recorder:
         self._recorded_buffers: list[str] = []
         self._written: dict[str, Any] = {}
         self._written_key: tuple[int, str] | None = None
+        self._remembered_step = -1
         self._values: dict[str, Any] = {}
         self._per_rank: dict[str, Any] = {}
         self._buffers: dict[str, torch.Tensor] = {}
@@ -112,8 +113,9 @@ class Recorder:
 
     # ---- within the process ---------------------------------------------------------------------
 
-    def remember(self) -> None:
+    def remember(self, step: int) -> None:
         """At the step's start: what a redo puts back."""
+        self._remembered_step = step
         self._values = self._protected.values()
         self._per_rank = self._protected.per_rank_values() if self._protected.per_rank else {}
         if self._recorded_buffers:
@@ -127,8 +129,10 @@ class Recorder:
             self._gradients = [None if g is None else g.detach().clone() for g in gradients]
         self._protected.watch_mutations()
 
-    def put_back(self) -> None:
-        """Before a redo: the state of the step's start (random generators are the loop's business)."""
+    def put_back(self, step: int) -> None:
+        """Before a redo of `step`: the state of its start (random generators are the loop's business)."""
+        if step != self._remembered_step:
+            return  # interrupted before it began: the state is that of its start
         self._protected.load_values(self._values)
         if self._per_rank:
             self._protected.load_per_rank_values(self._per_rank)

@@ -100,6 +100,12 @@ class Session:
         return -1 if generation is None else generation.number
 
     @property
+    def rank(self) -> int | None:
+        """The rank that this worker plays in the generation it has entered; None for a spare."""
+        generation = self.machine.generation
+        return None if generation is None else generation.rank_of(self.worker)
+
+    @property
     def live(self) -> bool:
         """Whether this process plays a rank: False while it rehearses."""
         return self.joined and not self.rehearsing
@@ -112,7 +118,7 @@ class Session:
     def describe(self) -> str:
         """Who speaks: for log lines and errors."""
         return (
-            f"job {self.identity.job}, rank {self.machine.rank}, worker {self.worker}, "
+            f"job {self.identity.job}, rank {self.rank}, worker {self.worker}, "
             f"generation {self.generation_number}, step {self.machine.step_count}"
         )
 
@@ -257,10 +263,8 @@ class Session:
     def end_setup(self) -> None:
         """The script has built everything: hand its setup journal over, refuse stray collectives."""
         journal, self.groups.journal = self.groups.journal, None
-        if journal is not None and self.machine.rank is not None:
-            self.link.send(
-                JournalKept(worker=self.worker, rank=self.machine.rank, data=journal.to_bytes())
-            )
+        if journal is not None and self.rank is not None:
+            self.link.send(JournalKept(worker=self.worker, rank=self.rank, data=journal.to_bytes()))
         self.groups.settle(place=Place.OUTSIDE)
 
     # ---- ends -----------------------------------------------------------------------------------

@@ -50,7 +50,9 @@ def _many_scatter(size: int, rank: int, outputs: Any, inputs: Any, *_: Any) -> N
         _own_part(output, whole, size, rank)
 
 
-def _exchange_single(size: int, rank: int, output: Any, own: Any, out_sizes: Any, in_sizes: Any, *_: Any) -> None:
+def _exchange_single(
+    size: int, rank: int, output: Any, own: Any, out_sizes: Any, in_sizes: Any, *_: Any
+) -> None:
     if not out_sizes and not in_sizes:
         output.view(size, -1).copy_(own.reshape(size, -1)[rank : rank + 1].expand(size, -1))
         return

@@ -54,7 +54,12 @@ class StateExchange:
                 for name, tensor in tensors.items()
             ),
             values=values.to_bytes(
-                {"values": session.protected.values(), "cursor": cursor, "closed": closed_gates, "rng": rng.capture()}
+                {
+                    "values": session.protected.values(),
+                    "cursor": cursor,
+                    "closed": closed_gates,
+                    "rng": rng.capture(),
+                }
             ),
             step=session.machine.step_count,
             lineage=lineage.digest,
@@ -119,7 +124,7 @@ class StateExchange:
         session = self._session
         shared = values.from_bytes(manifest.values)
         session.protected.load_values(shared["values"])
-        rank = session.machine.rank
+        rank = session.rank
         assert rank is not None
         answer = session.link.fetch("record", rank, lineage=lineage)
         if answer.data is None:

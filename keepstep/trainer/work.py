@@ -37,7 +37,9 @@ class DoneWork(_Work):
 class GuardedWork(_Work):
     """A running collective of the inner group. `wait()` never raises in a step: it poisons."""
 
-    def __init__(self, work: Any, group: ElasticGroup, name: str, arguments: tuple[Any, ...], journalled: bool) -> None:
+    def __init__(
+        self, work: Any, group: ElasticGroup, name: str, arguments: tuple[Any, ...], journalled: bool
+    ) -> None:
         super().__init__()
         self._work = work
         self._group = group
@@ -73,7 +75,7 @@ class GuardedWork(_Work):
         return self._work is None or bool(self._work.is_completed())
 
     def is_success(self) -> bool:
-        return self._work is None or bool(self._work.is_success())
+        return self.failure() is None
 
     def get_future(self) -> Any:
         """The inner group's own future: no Python runs on gloo's thread. When it fails, DDP raises
@@ -89,7 +91,7 @@ class GuardedWork(_Work):
     def failure(self) -> str | None:
         """Why it failed, when it has ended in failure; None while it runs or when it succeeded."""
         work = self._work
-        if work is None or not work.is_completed() or work.is_success():
+        if work is None or not work.is_completed():
             return None
         try:
             work.wait()
