@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from keepstep.errors import UsageError
 from keepstep.trainer.adapters import refusals, stateful
+from keepstep.trainer.adapters.fingerprint import digest
 from keepstep.trainer.adapters.tensors import (
     dtype_named,
     in_memory_order,
@@ -348,7 +349,9 @@ class Protected:
         before, then = self._buffers_then.get(name, (None, 0))
         if before is not buffer or then != version(buffer):
             return True
-        return name in self._contents and not torch.equal(self._contents[name], buffer)
+        content = self._contents.get(name)
+        # By digest only when unequal: a NaN differs from itself.
+        return content is not None and not torch.equal(content, buffer) and digest(content) != digest(buffer)
 
     def _running_statistics(self) -> set[str]:
         """The fused kernels of BatchNorm and its kin update these without raising their version."""

@@ -38,9 +38,9 @@ class Reranker:
     def __init__(self, groups: Sequence[ElasticGroup], modules: Iterable[nn.Module] = ()) -> None:
         """`modules`: what the spare built; the local shapes of its sharded parameters are compared."""
         self._groups = list(groups)
-        objects = gc.get_objects()
-        self._meshes = [found for found in objects if isinstance(found, DeviceMesh)]
-        self._mesh_infos = [found for found in objects if isinstance(found, DataParallelMeshInfo)]
+        objects = gc.get_objects()  # `type`, since isinstance wakes up lazy modules and proxies
+        self._meshes = [found for found in objects if issubclass(type(found), DeviceMesh)]
+        self._mesh_infos = [found for found in objects if issubclass(type(found), DataParallelMeshInfo)]
         self._specs = {
             (tuple(tensor.shape), id(tensor.device_mesh), tensor.placements): tensor
             for module in modules

@@ -312,10 +312,14 @@ def test_each_steps_bookkeeping_is_cheap():
 
 
 def refused(says, **objects):
-    protected = Protected()
     with pytest.raises(UsageError, match=says):
-        protected.add(**objects)
-        protected.check()
+        protect_and_check(objects)
+
+
+def protect_and_check(objects):
+    protected = Protected()
+    protected.add(**objects)
+    protected.check()
 
 
 def test_objects_without_state_are_refused_by_name():
