@@ -91,10 +91,7 @@ def summary(controller: Controller, code: int, head: str, seconds: float) -> str
     incidents = controller.incidents.all()
     lost = sum(int(incident.get("steps_lost") or 0) for incident in incidents)
     again = sum(int(incident.get("steps_recomputed") or 0) for incident in incidents)
-    what = (
-        "no incident"
-        if not incidents
-        else f"{len(incidents)} incidents, {lost} steps lost, {again} recomputed"
-    )
+    count = f"{len(incidents)} incident{'s' * (len(incidents) > 1)}"
+    what = f"{count}, {lost} steps lost, {again} recomputed" if incidents else "no incident"
     ended = "finished" if code == 0 else f"ended with exit code {code}"
     return f"job {controller.spec.job} {ended} after {seconds:.1f} s: {what}; ledger head {head[:16]}"
