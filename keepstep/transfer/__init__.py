@@ -1,1 +1,19 @@
-"""Moves tensors between workers: manifest, stripes, checksums. Only raw bytes travel."""
+"""Moves state between workers: memory to memory, striped from every live source, verified, without pickle."""
+
+from __future__ import annotations
+
+from keepstep.transfer.errors import TransferCancelledError, TransferError
+from keepstep.transfer.manifest import Manifest, TensorSpec
+from keepstep.transfer.receive import Received, fetch_manifest, receive
+from keepstep.transfer.server import StateServer
+
+__all__ = [
+    "Manifest",
+    "Received",
+    "StateServer",
+    "TensorSpec",
+    "TransferCancelledError",
+    "TransferError",
+    "fetch_manifest",
+    "receive",
+]
