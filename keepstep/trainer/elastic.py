@@ -145,7 +145,7 @@ class ElasticGroup(dist.ProcessGroup):
     """The group that the script holds. `ranks`: its global ranks; `key`: the same at every member."""
 
     def __init__(self, registry: Groups, name: str, ranks: list[int], group_rank: int, size: int) -> None:
-        super().__init__(group_rank, size)
+        super().__init__(group_rank, size)  # type: ignore[call-arg]
         self._own_rank = group_rank
         self._own_name = name
         self.registry = registry
@@ -181,7 +181,7 @@ class ElasticGroup(dist.ProcessGroup):
         """Torch sets the name it gave us; ours came with the creation."""
 
     @property
-    def _device_types(self) -> list[torch.device]:  # type: ignore[override]
+    def _device_types(self) -> list[torch.device]:
         devices = [torch.device("cpu")]
         if torch.cuda.is_available():
             devices.append(torch.device("cuda"))

@@ -33,10 +33,15 @@ class Gate:
         self._loop = loop
         self._value = torch.zeros(1, dtype=torch.int64)
         self._options = dist.AllreduceOptions()
-        self._options.reduceOp = dist.ReduceOp.MAX
+        self._options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
         self.passed = False  # in the block that is open
         self._known: set[int] = set()
         self._hook = register_optimizer_step_pre_hook(self._before_update)
+        self._scalers = [
+            value for value in session.protected.others.values() if isinstance(value, torch.amp.GradScaler)
+        ]
+        for scaler in self._scalers:
+            self._lead_scaler(scaler)
 
     # ---- the hook -------------------------------------------------------------------------------
 
@@ -75,6 +80,23 @@ class Gate:
             return loss
 
         return run
+
+    def _lead_scaler(self, scaler: torch.amp.GradScaler) -> None:
+        """A scaler that skips the update fires no hook: the gate is then passed as an empty commit."""
+        original = scaler.step
+
+        def step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            result = original(optimizer, *args, **kwargs)
+            if self._loop.in_block:
+                self.reach()
+            return result
+
+        scaler.step = step  # type: ignore[method-assign]
+
+    def forget_unscaled(self) -> None:
+        """Before a redo: a scaler remembers that this step's gradients were unscaled already."""
+        for scaler in self._scalers:
+            scaler._per_optimizer_states.clear()
 
     def _refuse_strangers(self, optimizer: torch.optim.Optimizer) -> None:
         if id(optimizer) in self._known:

@@ -70,8 +70,8 @@ class GlooFabric:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [self._device]
         options._timeout = timedelta(seconds=connect_timeout_s)
-        backend = dist.ProcessGroupGloo(store, rank, size, options)  # type: ignore[call-arg, arg-type]
-        backend._set_default_timeout(OPERATION_TIMEOUT)  # type: ignore[attr-defined]
+        backend = dist.ProcessGroupGloo(store, rank, size, options)
+        backend._set_default_timeout(OPERATION_TIMEOUT)
         group = dist.ProcessGroup(store, rank, size)
         group._register_backend(torch.device("cpu"), BACKEND.GLOO, backend)
         group._set_default_backend(BACKEND.GLOO)

@@ -118,6 +118,7 @@ class Loop:
         if self._rewind_due:
             self._rewind_due = False
             self.recorder.put_back(session.machine.step_count)
+            self.gate.forget_unscaled()
             self._replay = deque(self._served)
             self._micro = 0
         if self._replay:
@@ -179,6 +180,7 @@ class Loop:
             self._cursor.restore(cursor, verify=own)
             self._batches = self._cursor.batches_served
         drop_gradients(self.session)
+        self.gate.forget_unscaled()
 
     # ---- the block ------------------------------------------------------------------------------
 

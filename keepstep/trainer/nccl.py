@@ -36,10 +36,10 @@ class NcclFabric(GlooFabric):
     def connect(self, store: dist.Store, rank: int, size: int, connect_timeout_s: float) -> dist.ProcessGroup:
         """A connected inner group with both backends."""
         group = super().connect(store, rank, size, connect_timeout_s)
-        options = dist.ProcessGroupNCCL.Options()  # type: ignore[attr-defined]
+        options = dist.ProcessGroupNCCL.Options()
         options._timeout = OPERATION_TIMEOUT
         options.config.blocking = 0
-        backend = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)  # type: ignore[attr-defined]
+        backend = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
         backend._set_default_timeout(timedelta(seconds=connect_timeout_s))
         group._register_backend(self._cuda, BACKEND.NCCL, backend)
         self._backends.append(backend)

@@ -46,8 +46,8 @@ class PlainStep:
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        return False
+    ) -> None:
+        """Exceptions pass."""
 
 
 class PlainLoop:
@@ -69,9 +69,9 @@ class PlainLoop:
             if loader is None:
                 yield None
                 continue
-            sampler = getattr(loader, "sampler", None)
-            if hasattr(sampler, "set_epoch"):
-                sampler.set_epoch(epoch)
+            set_epoch = getattr(getattr(loader, "sampler", None), "set_epoch", None)
+            if set_epoch is not None:
+                set_epoch(epoch)
             yield from loader
             epoch += 1
 

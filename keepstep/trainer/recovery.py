@@ -30,7 +30,7 @@ from keepstep.core.worker_events import (
     SafePointReached,
     VotesCounted,
 )
-from keepstep.errors import KeepstepError, ProtectionError
+from keepstep.errors import KeepstepError, ProtectionError, UsageError
 from keepstep.trainer.adapters import resets
 from keepstep.trainer.gloo import GlooFabric
 from keepstep.trainer.session import Session
@@ -153,6 +153,8 @@ class Recovery:
         session = self._session
         try:
             work()
+        except UsageError:
+            raise  # the script's fault: trying again would not help
         except (RuntimeError, OSError, KeepstepError, dist.DistStoreError) as error:
             lines = str(error).splitlines()
             reason = f"{type(error).__name__}: {lines[0] if lines else ''}"

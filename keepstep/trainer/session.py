@@ -77,7 +77,7 @@ class Session:
         self.page = Page.open(identity.page_path)
         self.link = Link(identity, self._on_message)
         self.groups = Groups(self.link.welcome.world_size)
-        self.groups.on_failure = lambda reason: self.tell(CollectiveFailed(reason=reason)) and None
+        self.groups.on_failure = self._on_collective_failure
         self.groups.on_stranded = self.strand
         self.faults = Faults.from_environment(self)
         self.resumption_due = False
@@ -167,6 +167,9 @@ class Session:
             case _:
                 self.todo.append(action)
 
+    def _on_collective_failure(self, reason: str) -> None:
+        self.tell(CollectiveFailed(reason=reason))
+
     def _newest_number(self) -> int:
         newest = self.machine.next_generation or self.machine.generation
         return -1 if newest is None else newest.number
@@ -248,13 +251,7 @@ class Session:
 
     def learn_shard(self) -> None:
         """Which bytes this rank must hold, from the structure of what it protects."""
-        parameters = {
-            f"{name}/{group_index}/{index}": parameter
-            for name, optimizer in self.protected.optimizers.items()
-            for group_index, group in enumerate(optimizer.param_groups)
-            for index, parameter in enumerate(group["params"])
-        }
-        shard = shard_identity(parameters)
+        shard = shard_identity(self.protected.parameters())
         with self.lock:
             self.machine.shard = shard
             if self.machine.has_state:
