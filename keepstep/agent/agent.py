@@ -157,7 +157,7 @@ class Agent:
         try:
             self._page_dir = cleanup.make_page_dir(spec.job, config.node)
         except (OSError, ValueError) as error:
-            self._fail(UsageError(f"no room for the workers' shared memory: {error}"))
+            self._fail(UsageError(f"no place for the workers' shared memory: {error}"))
             return
         self._spec = replace(spec, record_bytes=record_bytes, orphan_timeout_s=orphan_s)
         self._desk.spec = self._spec

@@ -28,12 +28,18 @@ _JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 def make_page_dir(job: str, node: str) -> Path:
-    """The folder of this node's pages, readable by its owner only. Raises ValueError, OSError."""
+    """The folder of this node's pages, readable by its owner only.
+
+    Raises ValueError (a name that is no file name, a job that runs here already), OSError.
+    """
     if not _JOB.fullmatch(job):
         raise ValueError(f"job name {job!r} must be 1 to 64 letters, digits, dots, dashes")
     folder = SHARED_MEMORY / f"{PREFIX}{job}" / node
     folder.parent.mkdir(mode=0o700, exist_ok=True)
-    folder.mkdir(mode=0o700)
+    try:
+        folder.mkdir(mode=0o700)
+    except FileExistsError:
+        raise ValueError(f"job {job} has an agent for {node} on this machine already ({folder})") from None
     _own(folder)
     return folder
 

@@ -88,9 +88,7 @@ class _Tail:
             self._partial.clear()
             yield f"... {skipped} bytes left out here, see {self._path} ...".encode()
         if size > self._offset:
-            with self._path.open("rb") as file:
-                file.seek(self._offset)
-                data = file.read(size - self._offset)
+            data = self._read(size)
             self._offset += len(data)
             *whole, rest = (bytes(self._partial) + data).split(b"\n")
             self._partial = bytearray(rest)
@@ -112,6 +110,15 @@ class _Tail:
             self._bar_s = time.monotonic()
             yield bytes(self._partial[:drawn])
             del self._partial[: drawn + 1]
+
+    def _read(self, size: int) -> bytes:
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                return file.read(size - self._offset)
+        except OSError as error:  # somebody took the file away; that is no reason to stop a job
+            log.warning("a log cannot be shown: %s", error)
+            return b""
 
     def _size(self) -> int:
         try:
@@ -235,15 +242,17 @@ class Console:
         who = f"worker {followed.worker}"
         if followed.rank is not None:
             who = f"rank {followed.rank} | {who} | gen {followed.generation}"
-        self._sink(
-            ConsoleLine(
-                text=f"[{who}] {readable(line)}",
-                stream=stream,
-                worker=followed.worker,
-                rank=followed.rank,
-                generation=followed.generation,
-            )
+        shown = ConsoleLine(
+            text=f"[{who}] {readable(line)}",
+            stream=stream,
+            worker=followed.worker,
+            rank=followed.rank,
+            generation=followed.generation,
         )
+        try:
+            self._sink(shown)
+        except OSError as error:  # whoever read it has gone: the files have everything
+            log.debug("a line could not be shown: %s", error)
 
 
 def readable(line: bytes) -> str:

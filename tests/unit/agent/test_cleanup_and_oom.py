@@ -69,7 +69,7 @@ def test_a_job_name_that_is_no_file_name_is_refused(places: Path, job: str) -> N
 
 def test_two_nodes_of_one_job_share_a_machine_without_removing_each_other(places: Path) -> None:
     first, second = (cleanup.make_page_dir("job-1", name) for name in ("a", "b"))
-    with pytest.raises(FileExistsError):
+    with pytest.raises(ValueError, match="has an agent for a on this machine already"):
         cleanup.make_page_dir("job-1", "a")
     cleanup.remove(first)
     assert second.exists()

@@ -206,3 +206,14 @@ def test_a_line_says_where_it_comes_from(screen: Screen) -> None:
     screen.write(4, "x\n", "stderr")
     screen.console.turn()
     assert [fields(line) for line in screen.lines] == [("stderr", 4, 0, 2)]
+
+
+def test_a_reader_that_has_gone_stops_nothing(tmp_path: Path) -> None:
+    def broken(line: ConsoleLine) -> None:
+        raise BrokenPipeError
+
+    screen = Screen(tmp_path)
+    screen.console = Console(broken, tmp_path, "0", "0")
+    screen.member(0, 0)
+    screen.write(0, "x\n")
+    screen.console.turn()
