@@ -1,18 +1,13 @@
 """The state of a user's objects as bytes and tensors, and back, exactly and without pickle.
 
 Data only: what a value does (functions, generators, objects with code) is refused by its path, never
-guessed. Layout: magic, length of the text, the text (JSON), then raw bytes that the text points into.
-
-In the text None, bool, small int, finite float, str and dict with str keys are JSON's own; a JSON array
-is always tagged: ["l", ...] is a list, ["t", ...] a tuple, and so on down the two tables below.
+guessed. The bytes' layout stands in `values_format`.
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
-import math
-import re
 import struct
 import sys
 from array import array
@@ -23,29 +18,20 @@ from typing import Any
 import torch
 
 from keepstep.errors import UsageError, WireError
+from keepstep.trainer.values_format import (
+    COMPLEX,
+    DOUBLE,
+    FACTORY_NAMES,
+    HEAD,
+    MAGIC,
+    NUMPY_DTYPE,
+    RANDOM_VERSION,
+    RANDOM_WORDS,
+)
+from keepstep.trainer.values_reading import Reader
 
-_MAGIC = b"KSV1"
-_HEAD = struct.Struct("<4sI")
-_DOUBLE = struct.Struct("<d")
-_COMPLEX = struct.Struct("<dd")
 _MAX_DEPTH = 200
-_JSON_INT = (
-    1 << 63
-)  # larger ints go as hexadecimal: decimal text of any length is slow, and limited by Python
-_RANDOM_VERSION, _RANDOM_WORDS = 3, 625
-_NUMPY_DTYPE = re.compile(r"[<>=|][?biufcmMSU]\d*(\[\w+\])?")
-_FACTORIES: Mapping[str, Callable[[], Any] | None] = {
-    "none": None,
-    "list": list,
-    "int": int,
-    "float": float,
-    "dict": dict,
-    "set": set,
-    "str": str,
-    "bool": bool,
-}
-_DTYPES = {str(item)[6:]: item for item in vars(torch).values() if isinstance(item, torch.dtype)}
-_FACTORY_NAMES = {factory: name for name, factory in _FACTORIES.items()}
+_JSON_INT = 1 << 63  # larger ints go as hexadecimal: decimal text is slow, and of limited length in Python
 
 _text_of = json.JSONEncoder(check_circular=False, allow_nan=False, separators=(",", ":")).encode
 
@@ -70,11 +56,11 @@ def pack(value: Any) -> tuple[bytes, list[torch.Tensor]]:
 def unpack(data: bytes, tensors: Sequence[torch.Tensor]) -> Any:
     """What `pack` was given, around these very tensors. Raises WireError when the bytes are malformed."""
     try:
-        magic, length = _HEAD.unpack_from(data)
-        if magic != _MAGIC or _HEAD.size + length > len(data):
+        magic, length = HEAD.unpack_from(data)
+        if magic != MAGIC or HEAD.size + length > len(data):
             raise ValueError("not packed values")
-        text = data[_HEAD.size : _HEAD.size + length]
-        return _Reader(memoryview(data)[_HEAD.size + length :], tensors).read(json.loads(text))
+        text = data[HEAD.size : HEAD.size + length]
+        return Reader(memoryview(data)[HEAD.size + length :], tensors).read(json.loads(text))
     except (
         ValueError,
         TypeError,
@@ -157,7 +143,7 @@ def _pack(value: Any, inline: bool) -> tuple[bytes, list[torch.Tensor]]:
         text = _text_of(writer.write(value)).encode()
     except _RefusedError:
         raise _blame(value, "") from None
-    return b"".join((_HEAD.pack(_MAGIC, len(text)), text, *writer.blobs)), writer.tensors
+    return b"".join((HEAD.pack(MAGIC, len(text)), text, *writer.blobs)), writer.tensors
 
 
 def _encode_int(writer: _Writer, value: int) -> Any:
@@ -166,7 +152,7 @@ def _encode_int(writer: _Writer, value: int) -> Any:
 
 def _encode_float(writer: _Writer, value: float) -> Any:
     # repr, JSON's way, is exact for finite numbers; a NaN also has bits to keep
-    return value if value - value == 0.0 else ["f", _DOUBLE.pack(value).hex()]
+    return value if value - value == 0.0 else ["f", DOUBLE.pack(value).hex()]
 
 
 def _encode_str(writer: _Writer, value: str) -> Any:
@@ -180,9 +166,9 @@ def _encode_str(writer: _Writer, value: str) -> Any:
 
 
 def _encode_tuple(writer: _Writer, value: tuple[Any, ...]) -> Any:
-    if len(value) == 3 and type(value[1]) is tuple and len(value[1]) == _RANDOM_WORDS:
+    if len(value) == 3 and type(value[1]) is tuple and len(value[1]) == RANDOM_WORDS:
         words = value[1]
-        if value[0] == _RANDOM_VERSION and set(map(type, words)) == {int}:
+        if value[0] == RANDOM_VERSION and set(map(type, words)) == {int}:
             try:
                 packed = array("I", words).tobytes()
             except OverflowError:
@@ -205,7 +191,7 @@ def _encode_dict(writer: _Writer, value: dict[Any, Any]) -> Any:
 
 def _encode_defaultdict(writer: _Writer, value: defaultdict[Any, Any]) -> Any:
     try:
-        name = _FACTORY_NAMES[value.default_factory]
+        name = FACTORY_NAMES[value.default_factory]
     except (KeyError, TypeError):
         raise _RefusedError from None
     return writer.pairs(["dd", name], value)
@@ -235,7 +221,7 @@ def _encode_numpy(writer: _Writer, value: Any) -> Any:
     numpy = sys.modules.get("numpy")  # a numpy value exists only where numpy is loaded
     if numpy is None or not isinstance(value, (numpy.ndarray, numpy.generic)):
         raise _RefusedError
-    if not _NUMPY_DTYPE.fullmatch(value.dtype.str):
+    if not NUMPY_DTYPE.fullmatch(value.dtype.str):
         raise _RefusedError
     if type(value) is numpy.ndarray:
         order = "F" if value.flags.fnc else "C"
@@ -248,7 +234,7 @@ def _encode_numpy(writer: _Writer, value: Any) -> Any:
 _ENCODERS: dict[type, Callable[[_Writer, Any], Any]] = {
     int: _encode_int,
     float: _encode_float,
-    complex: lambda _, value: ["c", _COMPLEX.pack(value.real, value.imag).hex()],
+    complex: lambda _, value: ["c", COMPLEX.pack(value.real, value.imag).hex()],
     str: _encode_str,
     bytes: lambda writer, value: ["b", *writer.blob(value)],
     bytearray: lambda writer, value: ["ba", *writer.blob(bytes(value))],
@@ -303,129 +289,3 @@ def _blame(value: Any, path: str, depth: int = 0) -> UnpackableError:
 
 def _step(key: Any) -> str:
     return f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{key!r:.60}]"
-
-
-# ---- unpacking ----------------------------------------------------------------------------------------
-
-
-class _Reader:
-    """Rebuilds values from the text's tree, the raw bytes and the tensors."""
-
-    def __init__(self, blobs: memoryview, tensors: Sequence[torch.Tensor]) -> None:
-        self.blobs = blobs
-        self.tensors = tensors
-
-    def read(self, tree: Any) -> Any:
-        kind = type(tree)
-        if kind is list:
-            return _DECODERS[tree[0]](self, tree)
-        if kind is dict:
-            read = self.read
-            return {key: read(item) for key, item in tree.items()}
-        return tree
-
-    def blob(self, offset: int, length: int) -> memoryview:
-        if not (0 <= offset <= offset + length <= len(self.blobs)):
-            raise ValueError("raw bytes out of range")
-        return self.blobs[offset : offset + length]
-
-    def items(self, tree: list[Any], first: int = 1) -> list[Any]:
-        return [self.read(item) for item in tree[first:]]
-
-    def pairs(self, tree: list[Any], first: int = 1) -> list[tuple[Any, Any]]:
-        items = self.items(tree, first)
-        return list(zip(items[::2], items[1::2], strict=True))
-
-
-def _decode_random(reader: _Reader, tree: list[Any]) -> Any:
-    words = array("I")
-    words.frombytes(reader.blob(tree[2], tree[3]))
-    return (_RANDOM_VERSION, tuple(words), reader.read(tree[1]))
-
-
-def _decode_counter(reader: _Reader, tree: list[Any]) -> Counter[Any]:
-    counter: Counter[Any] = Counter()
-    for key, count in reader.pairs(tree):
-        counter[key] = count
-    return counter
-
-
-def _decode_tensor(reader: _Reader, tree: list[Any]) -> torch.Tensor:
-    tag = tree[0]
-    if len(tree) == 2:
-        if tree[1] < 0:
-            raise ValueError("a tensor's index is negative")
-        tensor: torch.Tensor = reader.tensors[tree[1]]
-        if tag == "P" and type(tensor) is not torch.nn.Parameter:
-            return torch.nn.Parameter(tensor, requires_grad=tensor.requires_grad)
-        return tensor
-    _, name, shape, requires_grad, offset, length = tree
-    dtype, raw = _DTYPES[name], reader.blob(offset, length)
-    if length == 0:
-        tensor = torch.empty(shape, dtype=dtype)
-        if tensor.numel():
-            raise ValueError("a tensor's bytes are missing")
-    else:
-        # a copy: writable, and aligned, which the packed bytes are not
-        tensor = torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(dtype).reshape(shape)
-    if tag == "P":
-        return torch.nn.Parameter(tensor, requires_grad=requires_grad)
-    tensor.requires_grad_(requires_grad)
-    return tensor
-
-
-def _numpy_dtype(name: str) -> Any:
-    import numpy  # what was packed from numpy needs numpy here as well
-
-    if not _NUMPY_DTYPE.fullmatch(name):  # numpy's own grammar for dtypes is far wider, and evaluates text
-        raise ValueError(f"{name!r:.40} is no plain dtype")
-    return numpy.dtype(name)
-
-
-def _decode_array(reader: _Reader, tree: list[Any]) -> Any:
-    import numpy
-
-    _, name, shape, order, offset, length = tree
-    dtype = _numpy_dtype(name)
-    if math.prod(shape) * dtype.itemsize != length:
-        raise ValueError("an array's bytes do not fill its shape")
-    out = numpy.empty(shape, dtype=dtype, order=order)
-    if length:
-        out.reshape(-1, order=order)[...] = numpy.frombuffer(reader.blob(offset, length), dtype=dtype)
-    return out
-
-
-def _decode_scalar(reader: _Reader, tree: list[Any]) -> Any:
-    import numpy
-
-    dtype = _numpy_dtype(tree[1])
-    if dtype.itemsize == 0:
-        return dtype.type()
-    return numpy.frombuffer(reader.blob(tree[2], tree[3]), dtype=dtype, count=1)[0]
-
-
-_DECODERS: dict[str, Callable[[_Reader, list[Any]], Any]] = {
-    "i": lambda _, tree: int(tree[1], 16),
-    "f": lambda _, tree: _DOUBLE.unpack(bytes.fromhex(tree[1]))[0],
-    "c": lambda _, tree: complex(*_COMPLEX.unpack(bytes.fromhex(tree[1]))),
-    "s": lambda reader, tree: bytes(reader.blob(tree[1], tree[2])).decode("utf-8", "surrogatepass"),
-    "b": lambda reader, tree: bytes(reader.blob(tree[1], tree[2])),
-    "ba": lambda reader, tree: bytearray(reader.blob(tree[1], tree[2])),
-    "l": lambda reader, tree: reader.items(tree),
-    "t": lambda reader, tree: tuple(reader.items(tree)),
-    "e": lambda reader, tree: set(reader.items(tree)),
-    "fe": lambda reader, tree: frozenset(reader.items(tree)),
-    "d": lambda reader, tree: dict(reader.pairs(tree)),
-    "o": lambda reader, tree: OrderedDict(reader.pairs(tree)),
-    "dd": lambda reader, tree: defaultdict(_FACTORIES[tree[1]], reader.pairs(tree, 2)),
-    "C": _decode_counter,
-    "q": lambda reader, tree: deque(reader.items(tree, 2), maxlen=tree[1]),
-    "R": _decode_random,
-    "S": lambda _, tree: torch.Size(tree[1:]),
-    "D": lambda _, tree: _DTYPES[tree[1]],
-    "V": lambda _, tree: torch.device(tree[1]),
-    "T": _decode_tensor,
-    "P": _decode_tensor,
-    "na": _decode_array,
-    "ns": _decode_scalar,
-}
