@@ -149,7 +149,7 @@ SETTINGS = (
     Setting("spares", whole(0, MAX_RANKS), 0),
     Setting("slots", whole(1, 2 * MAX_RANKS), None),
     Setting("mode", one_of("run", "observe"), "run"),
-    Setting("spare-timeout", seconds, 300.0),
+    Setting("spare-timeout", seconds, 600.0),
     Setting("max-restarts", whole(0), None),
     Setting("log-dir", folder, None),
     Setting("record-limit", record_size, 4 << 20),

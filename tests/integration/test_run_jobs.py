@@ -342,6 +342,17 @@ def test_a_killed_rank_is_an_incident_that_can_be_read_while_the_job_runs_and_af
     assert_nothing_is_left(job)
 
 
+def test_status_watches_a_job_until_it_ends(launch: Callable[..., Launched]) -> None:
+    job = launch(*TWO_AND_A_SPARE, str(FAKE), "--steps", "150")
+    job.until(job.training)
+    command = [sys.executable, "-m", "keepstep", "status", "--run", str(job.run_dir), "--watch", "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S, check=True)
+    pictures = [json.loads(line) for line in done.stdout.splitlines()]
+    assert pictures[0]["live"] and pictures[0]["state"] == "running"
+    assert not pictures[-1]["live"] and pictures[-1]["state"] == "finished" and pictures[-1]["exit_code"] == 0
+    assert job.end() == 0
+
+
 def test_observing_says_what_it_would_do_and_does_nothing(launch: Callable[..., Launched]) -> None:
     job = launch(*TWO_AND_A_SPARE, "--mode", "observe", *LONG)
     job.until(job.training)
