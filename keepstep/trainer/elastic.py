@@ -21,6 +21,7 @@ from keepstep.errors import StepInterrupted, UsageError
 from keepstep.trainer import solo
 from keepstep.trainer.journal import Journal, outputs_of
 from keepstep.trainer.work import DoneWork, GuardedWork
+from keepstep.wire.page import Page
 
 BACKEND_NAME = "keepstep"
 MAX_SWALLOWED = 100_000
@@ -66,6 +67,7 @@ class Groups:
         self.swallowed = 0
         self.outstanding: deque[GuardedWork] = deque()
         self.journal: Journal | None = None
+        self.page: Page | None = None
         self.connect_new: Callable[[ElasticGroup], None] | None = None
         self.on_failure: Callable[[str], None] = lambda reason: None
         self.on_stranded: Callable[[], None] = lambda: None
@@ -204,6 +206,8 @@ class ElasticGroup(dist.ProcessGroup):
         if not registry.open or self.inner is None:
             return self._detour(name, arguments)
         registry.collectives += 1
+        if registry.page is not None:
+            registry.page.collectives = registry.collectives  # a hang is told from who stands outside
         if registry.on_collective is not None:
             registry.on_collective(name)
         try:

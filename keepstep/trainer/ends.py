@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import os
+import signal
 import sys
 import traceback
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from keepstep.core.events import ScriptFailed, UsageRefused, WorkerFinished
 from keepstep.errors import UsageError
@@ -36,6 +38,16 @@ def own_line(trace: TracebackType | None) -> str:
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "?"
 
 
+def _register_stacks() -> TextIO | None:
+    """Let the agent ask for the Python stacks of all threads, as evidence before it ends a suspect."""
+    path = os.environ.get("KEEPSTEP_STACKS")
+    if not path:
+        return None
+    file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - faulthandler writes to it until the end
+    faulthandler.register(signal.SIGUSR2, file=file, all_threads=True)
+    return file
+
+
 class Ends:
     """Installed once per session: an exception hook and an exit hook."""
 
@@ -45,6 +57,7 @@ class Ends:
         self._older_hook = sys.excepthook
         sys.excepthook = self._on_exception
         atexit.register(self._on_exit)
+        self._stacks = _register_stacks()
 
     def _on_exception(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None

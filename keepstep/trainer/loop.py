@@ -244,7 +244,6 @@ class Loop:
         self.recorder.write_gate(step, lineage, cursor, closed_gates)
         assert session.rank is not None
         self.reports.flush(session.rank, step - 1, session.generation_number)
-        session.page.collectives = session.groups.collectives
         session.faults.at("gate")
 
     def recover(self) -> Outcome:

@@ -79,6 +79,7 @@ class Session:
         self.groups = Groups(self.link.welcome.world_size)
         self.groups.on_failure = self._on_collective_failure
         self.groups.on_stranded = self.strand
+        self.groups.page = self.page
         self.faults = Faults.from_environment(self)
         self.resumption_due = False
         self.closed_gates = 0  # passed after the last step: the loop's end, finish()

@@ -1,0 +1,1 @@
+"""Whole jobs: real processes, real gloo, real signals."""
