@@ -112,7 +112,7 @@ def await_quiet(job: LaunchedJob, series: Series, steps: int) -> None:
         if time.monotonic() - asked_s < 0.2:
             return False
         asked_s = time.monotonic()
-        return job.spare_states() == [series.readiness]
+        return list(job.spares().values()) == [series.readiness]
 
     job.wait_until(
         quiet, timeout_s=START_LIMIT_S, what=f"{series.ranks} ranks and a {series.readiness} spare"

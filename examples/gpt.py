@@ -122,7 +122,7 @@ def warmup_then_cosine(steps: int, warmup: int) -> Callable[[int], float]:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--parallel", choices=("ddp", "hsdp"), default="ddp")
-    parser.add_argument("--steps", type=int, default=100, help="optimizer updates, over two epochs")
+    parser.add_argument("--steps", type=int, default=80, help="optimizer updates, over two epochs")
     parser.add_argument("--batch", type=int, default=4, help="windows per rank and step")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--symmetric", action="store_true", help="spares build the model ahead (hot)")

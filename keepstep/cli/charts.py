@@ -10,6 +10,7 @@ from statistics import median
 from keepstep.cli.reports import Reports
 
 CALM, STRUCK, MARK, INK = "#9ec5e8", "#1f4e79", "#c0392b", "#333333"
+SETTLED_STEP = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +69,9 @@ def draw_twin_runs(
         time_axes.set_xlabel("step")
         time_axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         usual = median(calm_times.values()) if calm_times else 0.0
-        time_axes.set_ylim(0, 1.15 * max([4 * usual, *hurt_times.values()], default=1.0))
+        # The first steps build buckets and caches: as long as they are, they would flatten the rest.
+        settled = [seconds for step, seconds in hurt_times.items() if step >= SETTLED_STEP]
+        time_axes.set_ylim(0, 1.15 * max([3 * usual, *settled]))
 
         for axes in (loss_axes, time_axes):
             axes.axvline(mark.step, color=MARK, linewidth=1.2, linestyle=(0, (4, 3)))

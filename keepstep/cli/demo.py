@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import time
 from dataclasses import dataclass
 from itertools import pairwise
@@ -32,6 +33,8 @@ JOB_LIMIT_S = 170.0
 START_LIMIT_S = 90.0
 LEAST_STEPS = 20
 SAID = "keepstep: "  # how the launcher marks its own lines
+PROGRESS = re.compile(r"keepstep: \w+: (step \d|waiting for)")  # the view shows that itself
+ASK_EVERY_S = 0.5
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 PHASES = ("detect", "decide", "connect", "vote", "transfer", "resume")
@@ -88,7 +91,7 @@ class Outcome:
 @app.command()
 def demo(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the result here.")] = None,
-    steps: Annotated[int, typer.Option(help="Optimizer updates of each run.")] = 100,
+    steps: Annotated[int, typer.Option(help="Optimizer updates of each run.")] = 80,
     seed: Annotated[int | None, typer.Option(help="Repeat the choice of rank and moment.")] = None,
     out: Annotated[Path, typer.Option(help="Run directories and the chart.")] = Path("keepstep-runs/demo"),
 ) -> None:
@@ -214,13 +217,19 @@ class Watch:
     def __init__(self, job: LaunchedJob, view: DemoView) -> None:
         self._job = job
         self._view = view
+        self._spares: dict[int, str] = {}
+        self._asked_s = 0.0
 
     def poll(self) -> bool:
         """Always True, so that it can stand in a condition."""
         for text in self._job.console_lines():
-            if text.startswith(SAID):
+            if text.startswith(SAID) and not PROGRESS.match(text):
                 self._view.note(text.removeprefix(SAID))
         self._view.reported(self._job.reader.poll())
+        if time.monotonic() - self._asked_s > ASK_EVERY_S:
+            self._asked_s = time.monotonic()
+            self._spares = self._job.spares()
+            self._view.spares(self._spares)
         return True
 
     def due(self, plan: Plan) -> bool:
@@ -228,7 +237,7 @@ class Watch:
         newest = self._job.newest(plan.rank)
         if newest is None or newest.step < plan.step - 1:
             return False
-        return newest.step >= int(0.8 * plan.steps) or "hot" in self._job.spare_states()
+        return newest.step >= int(0.8 * plan.steps) or "hot" in self._spares.values()
 
     def step_time_s(self, rank: int) -> float:
         times = [line.time_s for line in self._job.reader.reports.lines[rank]][-12:]
@@ -279,8 +288,9 @@ def show_outcome(console: Console, outcome: Outcome, plan: Plan, chart: Path) ->
     if outcome.identical:
         console.print(
             f"\n[bold green]Identical[/]: {compared.steps} steps × {compared.ranks} ranks, every loss and the "
-            f"final state equal the undisturbed run bit for bit."
+            f"final state equal the undisturbed run bit for bit.",
+            soft_wrap=True,
         )
     else:
-        console.print(f"\n[bold red]Not identical[/]: {compared.difference}")
+        console.print(f"\n[bold red]Not identical[/]: {compared.difference}", soft_wrap=True)
     console.print(f"chart: {chart}\nrepeat the choice of rank and moment: keepstep demo --seed {plan.seed}")

@@ -13,6 +13,7 @@ from typing import Self
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.padding import Padding
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -25,6 +26,7 @@ BARS = "▁▂▃▄▅▆▇█"
 TREND_STEPS = 24
 SHOWN_NOTES = 9
 PLAIN_EVERY_STEPS = 10
+SPARE_STYLES = {"hot": "magenta", "warm": "yellow"}
 
 
 @dataclass(slots=True)
@@ -48,6 +50,7 @@ class DemoView:
         self._title = title
         self._steps = steps
         self._rows = [RankRow(rank) for rank in range(ranks)]
+        self._spares: dict[int, str] = {}
         self._notes: deque[Text] = deque(maxlen=SHOWN_NOTES)
         self._started_s = time.monotonic()
         self._struck_at_s: float | None = None
@@ -85,15 +88,25 @@ class DemoView:
         if not self._console.is_terminal:
             self._print_progress()
 
+    def spares(self, states: dict[int, str]) -> None:
+        """The workers without a rank, and how ready they are. Plain output tells changes only."""
+        if states == self._spares:
+            return
+        if not self._console.is_terminal:
+            for worker, state in states.items():
+                if self._spares.get(worker) != state:
+                    self._console.print(f"spare: worker {worker} is {state}")
+        self._spares = states
+
     def note(self, text: str, style: str = "") -> None:
         """Something worth a line of its own."""
         stamp = f"{time.monotonic() - self._started_s:7.2f} s"
         if self._struck_at_s is not None:
             stamp = f"{1000 * (time.time() - self._struck_at_s):+7.0f} ms"
-        note = Text.assemble((f"{stamp}  ", "dim"), (text, style))
+        note = Text.assemble((f"{stamp}  ", "dim"), (text, style), overflow="ellipsis", no_wrap=True)
         self._notes.append(note)
         if not self._console.is_terminal:
-            self._console.print(note, soft_wrap=True)
+            self._console.print(Text.assemble((f"{stamp}  ", "dim"), (text, style)), soft_wrap=True)
 
     def struck(self, harm: Harm) -> None:
         """A rank's worker was sent a signal; from now on notes count from there."""
@@ -123,10 +136,14 @@ class DemoView:
                 Text(trend(list(row.trend)), style="cyan"),
                 Text(row.state, style=row.style),
             )
+        for worker, state in self._spares.items():
+            table.add_row(
+                "-", str(worker), "", "", "", Text(f"spare, {state}", style=SPARE_STYLES.get(state, "dim"))
+            )
         done = min(row.step for row in self._rows)
         bar = ProgressBar(total=self._steps, completed=done, width=58)
         return Panel(
-            Group(table, Text(), bar, Text(), *self._notes),
+            Group(table, Text(), Padding(bar, (0, 0, 1, 0)), *self._notes),
             title=self._title,
             title_align="left",
             padding=(1, 2),

@@ -121,9 +121,10 @@ class LaunchedJob:
         """The controller's own word on the job; empty while it does not answer."""
         return self._ask("/api/status") or {}
 
-    def spare_states(self) -> list[str]:
-        """States of the workers without a rank: "starting", "warm", "hot"."""
-        return [w["state"] for w in self.status().get("workers", []) if w["rank"] is None]
+    def spares(self) -> dict[int, str]:
+        """Worker -> state ("starting", "warm", "hot") of the workers without a rank."""
+        rows = self.status().get("workers", [])
+        return {int(row["worker"]): str(row["state"]) for row in rows if row["rank"] is None}
 
     def incidents(self) -> list[dict[str, Any]]:
         """The incidents in the ledger, oldest first."""
