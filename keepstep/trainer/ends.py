@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import faulthandler
 import os
 import signal
@@ -62,6 +63,11 @@ class Ends:
     def _on_exception(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
+        # torch's own hook, which calls this one, holds stderr back; a process that ends here must not lose it.
+        with contextlib.redirect_stderr(sys.__stderr__):
+            self._tell(kind, error, trace)
+
+    def _tell(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self._failed = True
         session = self._session
         if isinstance(error, Released):

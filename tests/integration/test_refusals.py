@@ -73,7 +73,7 @@ REFUSED = {
         PROTECT
         + "class Stream(torch.utils.data.IterableDataset):\n    def __iter__(self):\n        yield 1\n"
         "for step in run.steps(torch.utils.data.DataLoader(Stream()), epochs=1):\n    pass\n",
-        "IterableDataset",
+        "map-style dataset",
     ),
     "protecting after the loop began": (
         PROTECT + "loop = run.steps(until=3)\nrun.protect(counters={'a': 1})\n",
