@@ -159,7 +159,7 @@ class Cursor:
         self._samplers = sampler_chain(loader)
         _refuse_one_shot(self._samplers)
         self._generators = own_generators(loader, self._samplers)
-        self._initial = rng.capture(self._generators)
+        self._initial = rng.capture_each(self._generators)
         self._source = _IndexSource(loader._index_sampler, type((self._samplers or [loader])[-1]).__name__)
         self._view = self._made_view()
         self._iterator: Any = None
@@ -244,7 +244,7 @@ class Cursor:
     # ---- standing somewhere again ---------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Where the cursor stands: ints, bools and one cached `bytes` object; under 10 us."""
+        """Where the cursor stands: ints, bools and bytes; under 10 us without generators of the loader's own."""
         return {
             "epoch": self.epoch,
             "batch": self.batch,
@@ -254,6 +254,7 @@ class Cursor:
             "seed_is_older": self._seed_is_older,
             "trail": self._trail,
             "origin": self._origin,
+            "generators": rng.capture_each(self._generators),
         }
 
     def restore(self, state: Mapping[str, Any], *, verify: bool = True) -> None:
@@ -272,17 +273,15 @@ class Cursor:
         self._started = state["started"]
         if self._started:
             self._rebuild(verify)
-        else:
-            self._restore_between_epochs()
+        # Others may draw from the loader's generators too: what they hold now is not only the samplers' doing.
+        rng.restore_each(state["generators"], self._generators)
 
     def restart(self) -> None:
         """Begin anew, as if nothing had been served (after a rehearsal); leaves global random state alone."""
         self.close()
         self.epoch = self.batch = self.batches_served = self._trail = 0
         self._seed, self._origin = None, b""
-        current = rng.capture()
-        rng.restore(self._initial, self._generators)
-        rng.restore(current)
+        rng.restore_each(self._initial, self._generators)
 
     def set_rank(self, old: int, new: int, world: int) -> None:
         """Make the samplers serve rank `new`'s part; then `restore()`, or the cursor begins anew.
@@ -317,24 +316,15 @@ class Cursor:
         self._source.skip = 0
         self._started = True
 
-    def _restore_between_epochs(self) -> None:
-        """The samplers' own generators carry on from epoch to epoch: run the last order to its end."""
-        if self.epoch == 0 or not self._origin:
-            rng.restore(self._initial, self._generators)
-        elif self._generators and not self._ended():
-            set_epoch(self._samplers, self.epoch - 1)
-            rng.restore(self._origin, self._generators)
-            collections.deque(self._source.sampler, maxlen=0)
-
     def _rebuild_in_place(self) -> None:
         """Rebuild in the middle of a step; what the epoch's start draws is drawn only there."""
-        started, current = self._started, rng.capture()
+        started, current = self._started, rng.capture(self._generators)
         self.close()
         # One batch at a time, so that a sample that kills its worker is charged to its own batch.
         self._source.last_allowed = self.batch
         self._rebuild(verify=True)
         if started:
-            rng.restore(current)
+            rng.restore(current, self._generators)
 
     def _prefetch_again(self) -> None:
         self._source.last_allowed = None

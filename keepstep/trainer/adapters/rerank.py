@@ -8,13 +8,16 @@ reach: `init(symmetric=True)` promises that there are none, or that `on_rank_cha
 
 from __future__ import annotations
 
+import functools
 import gc
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo
 from torch.distributed.tensor import DTensor
@@ -41,14 +44,13 @@ class Reranker:
         objects = gc.get_objects()  # `type`, since isinstance wakes up lazy modules and proxies
         self._meshes = [found for found in objects if issubclass(type(found), DeviceMesh)]
         self._mesh_infos = [found for found in objects if issubclass(type(found), DataParallelMeshInfo)]
-        self._specs = {
-            (tuple(tensor.shape), id(tensor.device_mesh), tensor.placements): tensor
+        self._sharded = {
+            (tuple(tensor.shape), _copies_of(tensor.device_mesh), tensor.placements)
             for module in modules
             for tensor in module.parameters()
             if isinstance(tensor, DTensor)
         }
-        # Root meshes are read as tensors now: `DeviceMesh.mesh` costs tens of microseconds each time.
-        self._layouts = {id(mesh): _full_layout(mesh) for mesh in self._meshes}
+        self._layouts = list(dict.fromkeys(map(_layout_of_root, self._meshes)))
 
     def check(self, old_rank: int, new_rank: int) -> None:
         """Raises UsageError when `new_rank` needs other groups or other local shapes than `old_rank`."""
@@ -64,9 +66,13 @@ class Reranker:
         for group, ranks in moves:
             group.set_rank(ranks.index(new_rank), ranks)
             _remember_ranks(group, ranks)
+        coordinates: dict[Any, tuple[int, ...] | None] = {}  # FSDP makes many meshes of one layout
         for mesh in self._meshes:
             mesh._rank = new_rank
-            mesh._coordinate_on_dim = mesh._compute_coordinate_on_dim()
+            key = (mesh._layout, mesh._rank_map.data_ptr())
+            if key not in coordinates:
+                coordinates[key] = mesh._compute_coordinate_on_dim()
+            mesh._coordinate_on_dim = coordinates[key]
         for info in self._mesh_infos:
             if isinstance(info, FSDPMeshInfo):
                 info.shard_mesh_rank = info.shard_process_group.rank()
@@ -83,9 +89,7 @@ class Reranker:
         if new in ranks:
             return ranks
         candidates = {
-            tuple(moved)
-            for layout in self._layouts.values()
-            if (moved := _slice_after(layout, ranks, new)) is not None
+            tuple(moved) for layout in self._layouts if (moved := layout.slice_after(ranks, new)) is not None
         }
         if len(candidates) != 1:
             raise UsageError(
@@ -97,9 +101,8 @@ class Reranker:
     # ---- shapes ---------------------------------------------------------------------------------
 
     def _check_shapes(self, old: int, new: int) -> None:
-        for (shape, _, placements), tensor in self._specs.items():
-            layout = _layout_of(tensor.device_mesh)
-            shapes = [_local_shape(shape, layout, rank, placements) for rank in (old, new)]
+        for shape, copies, placements in self._sharded:
+            shapes = [_local_shape(shape, copies, rank, placements) for rank in (old, new)]
             if shapes[0] != shapes[1]:
                 raise UsageError(
                     f"a spare built as rank {old} cannot become rank {new}: of a tensor of shape {shape} they hold "
@@ -108,53 +111,60 @@ class Reranker:
                 )
 
 
-def _full_layout(mesh: DeviceMesh) -> Tensor:
+@dataclass(frozen=True)
+class _Layout:
+    """Where each rank stands in a whole mesh."""
+
+    shape: tuple[int, ...]
+    ranks: tuple[int, ...]  # row by row
+
+    @functools.cached_property
+    def places(self) -> dict[int, tuple[int, ...]]:
+        everywhere = itertools.product(*(range(size) for size in self.shape))
+        return dict(zip(self.ranks, everywhere, strict=True))
+
+    @functools.cached_property
+    def by_place(self) -> dict[tuple[int, ...], int]:
+        return {place: rank for rank, place in self.places.items()}
+
+    def slice_after(self, ranks: Sequence[int], new: int) -> list[int] | None:
+        """Move a slice of the mesh along its fixed dimensions to where `new` stands; None when it is no slice."""
+        if new not in self.places or any(rank not in self.places for rank in ranks):
+            return None
+        held = [self.places[rank] for rank in ranks]
+        varying = [len({place[dim] for place in held}) > 1 for dim in range(len(self.shape))]
+        if len(ranks) != math.prod(itertools.compress(self.shape, varying)):
+            return None
+        target = self.places[new]
+        return [
+            self.by_place[
+                tuple(own if free else fixed for own, fixed, free in zip(place, target, varying, strict=True))
+            ]
+            for place in held
+        ]
+
+
+def _layout_of_root(mesh: DeviceMesh) -> _Layout:
     """The ranks of a mesh's whole root, whichever part of it contains this process."""
     root = mesh._get_root_mesh()
-    return root._layout.remap_to_tensor(root._rank_map)[0]
+    whole = root._layout.remap_to_tensor(root._rank_map)[0]
+    return _Layout(tuple(whole.shape), tuple(whole.flatten().tolist()))
 
 
-def _layout_of(mesh: DeviceMesh) -> Tensor:
-    """All copies of a (sub)mesh within its root: shape (copies, *mesh.shape)."""
-    return mesh._layout.remap_to_tensor(mesh._rank_map)
+def _copies_of(mesh: DeviceMesh) -> _Layout:
+    """All copies of a (sub)mesh within its root: dimensions (copies, *mesh.shape)."""
+    copies = mesh._layout.remap_to_tensor(mesh._rank_map)
+    return _Layout(tuple(copies.shape), tuple(copies.flatten().tolist()))
 
 
-def _local_shape(shape: Any, layout: Tensor, rank: int, placements: Any) -> tuple[int, ...] | None:
-    place = (layout == rank).nonzero()
-    if len(place) != 1:
+def _local_shape(shape: Any, copies: _Layout, rank: int, placements: Any) -> tuple[int, ...] | None:
+    """What `rank` holds of a tensor of global `shape`; None outside of the mesh."""
+    if rank not in copies.places:
         return None
-    coordinate = place[0].tolist()[1:]
     local, _ = _compute_local_shape_and_global_offset(
-        shape, tuple(layout.shape[1:]), coordinate, placements, skip_offset=True
+        shape, copies.shape[1:], list(copies.places[rank][1:]), placements, skip_offset=True
     )
     return tuple(local)
-
-
-def _slice_after(layout: Tensor, ranks: Sequence[int], new: int) -> list[int] | None:
-    """Move a slice of a mesh along its fixed dimensions to where `new` stands; None when it is no slice."""
-    places = {int(rank): place for place, rank in _enumerated(layout).items()}
-    if new not in places or any(rank not in places for rank in ranks):
-        return None
-    held = [places[rank] for rank in ranks]
-    varying = [dim for dim in range(layout.ndim) if len({place[dim] for place in held}) > 1]
-    size = 1
-    for dim in varying:
-        size *= layout.shape[dim]
-    if size != len(ranks):
-        return None
-    target = places[new]
-    return [
-        int(layout[tuple(place[dim] if dim in varying else target[dim] for dim in range(layout.ndim))])
-        for place in held
-    ]
-
-
-def _enumerated(layout: Tensor) -> Mapping[tuple[int, ...], int]:
-    places = torch.cartesian_prod(*(torch.arange(size) for size in layout.shape)).reshape(-1, layout.ndim)
-    return {
-        tuple(place): int(rank)
-        for place, rank in zip(places.tolist(), layout.flatten().tolist(), strict=True)
-    }
 
 
 def _remember_ranks(group: Any, ranks: Sequence[int]) -> None:

@@ -46,6 +46,17 @@ def restore(captured: bytes, generators: Sequence[Any] = ()) -> None:
         set_state_of(generator, state)
 
 
+def capture_each(generators: Sequence[Any]) -> bytes:
+    """The state of `generators` alone; empty when there are none."""
+    return values.to_bytes([state_of(generator) for generator in generators]) if generators else b""
+
+
+def restore_each(captured: bytes, generators: Sequence[Any]) -> None:
+    """Put back what `capture_each` returned."""
+    for generator, state in zip(generators, values.from_bytes(captured) if captured else (), strict=True):
+        set_state_of(generator, state)
+
+
 def is_generator(value: Any) -> bool:
     """True for objects whose state `capture` can keep."""
     if isinstance(value, (torch.Generator, random.Random)):

@@ -349,13 +349,33 @@ def test_share_that_the_rank_does_not_explain_is_refused():
         cursor.set_rank(0, 1, 4)  # block or stride: rank 0 fits both, rank 1 differs
 
 
-def test_initial_state_undoes_a_rehearsal():
+def test_initial_state_and_restart_undo_a_rehearsal():
     seed()
     cursor = Cursor(LOADERS["shuffle own generator"](), 1)
     start = cursor.state()
-    expected = [clone(batch)[:, 0].tolist() for batch, _ in run_to_end(cursor)]
+    expected = [batch[:, 0].tolist() for batch, _ in run_to_end(cursor)]
     cursor.restore(start)
     assert [batch[:, 0].tolist() for batch, _ in run_to_end(cursor)] == expected
+    before = torch.get_rng_state()
+    cursor.restart()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert [batch[:, 0].tolist() for batch, _ in run_to_end(cursor)] == expected
+
+
+def test_generator_shared_by_sampler_and_augmentation_goes_on_exactly():
+    def make():
+        generator = seeded_generator()
+
+        class Shared(Augmented):
+            def __getitem__(self, index):
+                return torch.cat([super().__getitem__(index), torch.rand(1, generator=generator).double()])
+
+        return DataLoader(Shared(), batch_size=4, shuffle=True, generator=generator)
+
+    seed()
+    kept, expected = records(Cursor(make(), 2))
+    for position, record in enumerate(kept):
+        assert same(resumed(make, 2, record), expected[position:]), position
 
 
 # ---- refusals -----------------------------------------------------------------------------------
