@@ -28,6 +28,7 @@ class VitalsConfig:
     `stopped_s`: how long in state T. `floor_s`, `pace_factor`: silence is suspect after the larger
     of the floor and that many times the longest of the last steps. `patience_s`: instead of that in
     phases where a script may be silent, in the kernel's hands, and before any step time is known.
+    `repeat_s`: a suspicion that lasts is told again, since a crashed controller may have lost it.
     `largest_gap_s`: time between two samples beyond this was not watched and counts for nothing.
     """
 
@@ -36,6 +37,7 @@ class VitalsConfig:
     pace_factor: float = 20.0
     patience_s: float = 600.0
     largest_gap_s: float = 2.0
+    repeat_s: float = 5.0
     least_cpu_s: float = 0.02
     least_cpu_share: float = 0.02
     least_io_bytes: int = 65_536
@@ -85,7 +87,7 @@ class _Watch:
     step: int
     step_s: float
     stopped_since_s: float | None = None
-    told: bool = False
+    told_s: float | None = None
 
 
 class VitalsMachine:
@@ -98,7 +100,7 @@ class VitalsMachine:
         self._last_s: float | None = None
 
     def step(self, samples: Sequence[Sample], now_s: float) -> list[Suspicion]:
-        """Look at every worker that still lives; each is suspected once. `now_s` never goes back."""
+        """Look at every worker that still lives. `now_s` never goes back."""
         if self._last_s is not None and now_s - self._last_s > self.config.largest_gap_s:
             # The agent itself (or the machine) stood still: silence meanwhile proves nothing.
             self._watches.clear()
@@ -111,8 +113,9 @@ class VitalsMachine:
             )
             self._learn_pace(watch, sample, now_s)
             suspicion = self._stopped(watch, sample, now_s) or self._silent(watch, sample, now_s)
-            if suspicion is not None and not watch.told:
-                watch.told = True
+            due = watch.told_s is None or now_s - watch.told_s >= self.config.repeat_s
+            if suspicion is not None and due:
+                watch.told_s = now_s
                 found.append(suspicion)
         return found
 
@@ -148,7 +151,7 @@ class VitalsMachine:
         if self._moves(watch, sample, now_s) or not sample.others_wait or sample.phase in IDLE_PHASES:
             watch.mark, watch.mark_s = sample, now_s
             if sample.state != STOPPED:
-                watch.told = False
+                watch.told_s = None
             return None
         silent_s, limit_s = now_s - watch.mark_s, self.silence_limit_s(sample)
         if silent_s <= limit_s:

@@ -12,11 +12,17 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentJoined:
-    """A node's agent connected (again). `workers`: those of its workers that are still alive."""
+    """A node's agent connected (again). `workers`: those of its workers that are still alive.
+
+    `exited`: status of those that ended, as far as the agent remembers; `finished`: those whose page
+    says that they passed the last gate. Parked workers are reported again by `WorkerParked`.
+    """
 
     node: str
     slots: int
     workers: tuple[int, ...] = ()
+    exited: Mapping[int, int] = field(default_factory=dict)
+    finished: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

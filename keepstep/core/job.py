@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from keepstep.core.actions import Action, Announce, Persist, Release
+from keepstep.core.actions import Action, Persist
 from keepstep.core.events import (
     AgentJoined,
     AgentLost,
@@ -34,7 +34,8 @@ from keepstep.core.events import (
 from keepstep.core.job_config import JobConfig
 from keepstep.core.job_state import Complaint, Ending, JobState, say_status
 from keepstep.core.losses import USAGE_EXIT_CODE, member_lost, process_lost
-from keepstep.core.membership import Standing, Worker
+from keepstep.core.membership import Standing
+from keepstep.core.nodes import agent_joined, miss_absent, node_lost
 from keepstep.core.recovery import next_deadline_s, pursue, refill_later, restart_world
 from keepstep.core.resumption import rebuild
 from keepstep.core.snapshot import snapshot
@@ -67,14 +68,23 @@ class JobMachine:
     def step(self, event: Event, now_s: float) -> list[Action]:
         """Take one event; the actions are to be carried out in order."""
         state = self.state
-        if state.over is not None:
-            return []
+        if state.over is None:
+            self._take(event, now_s)
+            miss_absent(state, now_s)
+            pursue(state, now_s)
+        actions, state.actions = state.actions, []
+        return actions
+
+    def _take(self, event: Event, now_s: float) -> None:
+        state = self.state
         self._begin()
         match event:
             case AgentJoined():
-                self._agent_joined(event, now_s)
+                for number in event.finished:
+                    self._worker_finished(WorkerFinished(worker=number, step=0), now_s)
+                agent_joined(state, event, now_s)
             case AgentLost():
-                self._agent_lost(event, now_s)
+                node_lost(state, event.node, event.reason, now_s)
             case WorkerParked():
                 self._worker_parked(event)
             case WorkerExited():
@@ -106,9 +116,6 @@ class JobMachine:
                 self._stop_requested(event, now_s)
             case Ticked():
                 pass
-        pursue(state, now_s)
-        actions, state.actions = state.actions, []
-        return actions
 
     def next_deadline_s(self, now_s: float) -> float | None:
         """When to send `Ticked` if nothing happens before; None: only an event can help."""
@@ -133,51 +140,6 @@ class JobMachine:
 
     # ---- nodes and workers ----------------------------------------------------------------------
 
-    def _agent_joined(self, event: AgentJoined, now_s: float) -> None:
-        state = self.state
-        again = event.node in state.members.slots
-        state.members.slots[event.node] = event.slots
-        known = state.members.workers
-        for number in event.workers:
-            if number not in known:
-                # Its number is spent, whoever it is; it takes no slot that is known here.
-                state.members.adopt(Worker(number=number, node=event.node, slot=-1))
-                state.kill(number, f"worker {number} is in no ledger")
-        missing = [w for w in state.members.alive() if w.node == event.node and w.number not in event.workers]
-        for worker in missing:
-            process_lost(state, worker, None, "was gone when its agent came back", now_s, "death")
-        if again or event.workers:
-            self._tell_again(event.node)
-
-    def _tell_again(self, node: str) -> None:
-        """What was said while the agent could not hear, said again."""
-        state = self.state
-        playing = set(state.current_members())
-        for worker in state.members.alive():
-            fenced = worker.standing is Standing.PLAYING and (
-                worker.number not in playing or state.restarting
-            )
-            if worker.node == node and worker.standing is Standing.ENDING:
-                state.kill(worker.number, f"worker {worker.number} should have ended")
-            elif worker.node == node and fenced:
-                state.kill(worker.number, f"worker {worker.number} is fenced")
-            elif worker.node == node and worker.standing is Standing.PARKED:
-                worker.stood_by = False
-                if not state.restarting:
-                    state.stand_by(worker)
-        if not state.restarting and state.newest is not None and not state.finishing:
-            reason = f"the agent of {node} came back: generation {state.newest.number} counts"
-            state.actions.append(Announce(generation=state.newest, reason=reason))
-
-    def _agent_lost(self, event: AgentLost, now_s: float) -> None:
-        state = self.state
-        state.say(f"node {event.node} is lost: {event.reason}", "error")
-        state.members.slots.pop(event.node, None)
-        for worker in [w for w in state.members.alive() if w.node == event.node]:
-            process_lost(
-                state, worker, None, f"is lost with node {event.node} ({event.reason})", now_s, "node"
-            )
-
     def _worker_parked(self, event: WorkerParked) -> None:
         worker = self.state.members.workers.get(event.worker)
         if worker is None or worker.standing not in (Standing.STARTING, Standing.PARKED):
@@ -193,7 +155,11 @@ class JobMachine:
     def _worker_exited(self, event: WorkerExited, now_s: float) -> None:
         state = self.state
         worker = state.members.workers.get(event.worker)
-        if worker is None or not worker.alive:
+        if worker is None:
+            return
+        if not worker.alive:
+            if worker.status is None:
+                worker.status = event.status  # evidence that its agent had kept for us
             return
         worker.step = max(worker.step, event.step)
         self._learn_published(event.worker, event.published)
@@ -203,7 +169,14 @@ class JobMachine:
     def _worker_suspected(self, event: WorkerSuspected, now_s: float) -> None:
         state = self.state
         worker = state.members.workers.get(event.worker)
-        if worker is None or not worker.useful or state.finishing or state.ending or state.stopping:
+        if worker is None or not worker.useful or state.ending or state.stopping:
+            return
+        if state.finishing:
+            # It may just wait for those who have left already; asked twice in vain, it is ended.
+            if worker.released:
+                state.kill(event.worker, event.reason)
+            else:
+                state.release((event.worker,))
             return
         self._learn_published(event.worker, event.published)
         if state.config.observe:
@@ -244,17 +217,15 @@ class JobMachine:
             return
         worker.step = max(worker.step, event.step)
         if state.finishing:
-            state.actions.append(Release(workers=(event.worker,)))
+            state.release((event.worker,))
             return
         if event.generation != state.newest.number:
             return
         self._learn_published(event.worker, event.published)
         if state.complaint is None:
+            until_s = now_s + state.config.complaint_grace_s
             state.complaint = Complaint(
-                worker=event.worker,
-                reason=event.reason,
-                seen_s=now_s,
-                until_s=now_s + state.config.complaint_grace_s,
+                worker=event.worker, reason=event.reason, seen_s=now_s, until_s=until_s
             )
 
     def _progressed(self, event: Progressed) -> None:
@@ -366,6 +337,7 @@ class JobMachine:
         if state.finishing:
             return
         state.finishing = True
+        state.persist("note", {"about": "finished", "step": event.step})
         # It passed the last gate, so every rank holds the last step: nobody is needed any more.
         state.say(f"all {event.step} steps are finished")
         idle = [w.number for w in state.members.useful() if w.number not in state.newest.members]
@@ -373,7 +345,7 @@ class JobMachine:
         in_need = others if state.incident is not None or state.complaint is not None else []
         leaving = tuple(sorted([*idle, *(n for n in in_need if state.members.workers[n].useful)]))
         if leaving:
-            state.actions.append(Release(workers=leaving))
+            state.release(leaving)
         state.close_incident(now_s)
 
     def _persist_failed(self, event: PersistFailed) -> None:

@@ -14,6 +14,8 @@ class JobConfig:
     `complaint_grace_s`: how long a death may still explain a failed collective. `gather_s`: how long
     deaths are gathered into one generation. `refill_delay_s`: after a resumption, before new spares
     are started. `setup_steps`: published steps from which on a rank is replaced and not the world.
+    `agent_wait_s`: how long an agent may take to come back after a controller's restart.
+    `finish_grace_s`: after the first rank has finished, until the others are released.
     `observe`: decide and say, but touch nothing.
     """
 
@@ -29,6 +31,8 @@ class JobConfig:
     stop_grace_s: float = 10.0
     exit_wait_s: float = 10.0
     park_grace_s: float = 0.5
+    agent_wait_s: float = 30.0
+    finish_grace_s: float = 1.0
     setup_steps: int = 2
     same_failure_limit: int = 3
     start_failure_limit: int = 3
@@ -57,6 +61,8 @@ class JobConfig:
             "stop_grace_s",
             "exit_wait_s",
             "park_grace_s",
+            "agent_wait_s",
+            "finish_grace_s",
         ):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} must be a finite number of seconds, not {getattr(self, name)}")

@@ -17,6 +17,7 @@ from keepstep.core.actions import (
     EndJob,
     KillWorker,
     Persist,
+    Release,
     Say,
     StandBy,
     StartWorker,
@@ -90,9 +91,13 @@ class JobState:
     same_failures: Counter[tuple[int, int, str]] = field(default_factory=Counter)
     last_exit_code: int = 1
     finishing: bool = False
+    release_at_s: float | None = None
+    status_until_s: float | None = None
     ending: Ending | None = None
     stopping: Ending | None = None
     over: EndJob | None = None
+    absent: set[str] = field(default_factory=set)  # nodes that an earlier controller knew
+    absent_until_s: float | None = None
     ledger_lost: bool = False
 
     # ---- reading --------------------------------------------------------------------------------
@@ -153,6 +158,11 @@ class JobState:
         if worker.alive:
             worker.standing = Standing.ENDING
             self.actions.append(KillWorker(worker=number, reason=reason, grace_s=grace_s))
+
+    def release(self, workers: tuple[int, ...]) -> None:
+        for number in workers:
+            self.members.workers[number].released = True
+        self.actions.append(Release(workers=workers))
 
     def stand_by(self, worker: Worker) -> None:
         """Tell a parked spare to build, as a rank that is never 0 where there is another."""

@@ -34,6 +34,7 @@ class Worker:
     step: int = 0
     status: int | None = None
     finished: bool = False
+    released: bool = False
 
     @property
     def alive(self) -> bool:

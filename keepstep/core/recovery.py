@@ -46,19 +46,20 @@ def next_deadline_s(state: JobState, now_s: float) -> float | None:
     if state.stopping is not None or state.ending is not None:
         marks = [end.until_s for end in (state.stopping, state.ending) if end is not None]
     elif state.finishing or _everybody_left(state):
-        marks = []
+        marks = [state.status_until_s, state.release_at_s]
     elif state.config.observe and not state.restarting:
         marks = [state.complaint.until_s if state.complaint else None]
     elif state.restarting:
         marks = [state.park_until_s, *_waiting_marks(state)]
     elif state.gone():
-        marks = [state.gather_until_s, *_waiting_marks(state)]
-        marks += [state.complaint.until_s] if state.complaint else []
+        marks = [state.gather_until_s]
+        if state.gather_until_s is None:
+            marks = [*_waiting_marks(state), state.complaint.until_s if state.complaint else None]
     elif state.complaint is not None:
         marks = [state.complaint.until_s]
     else:
         marks = [state.refill_at_s if state.incident is None else None]
-    due = [mark for mark in marks if mark is not None]
+    due = [mark for mark in (*marks, state.absent_until_s) if mark is not None]
     return max(now_s, min(due)) if due else None
 
 
@@ -84,6 +85,18 @@ def _pursue_end(state: JobState, now_s: float) -> None:
         state.end(ending.exit_code, ending.reason, now_s)
 
 
+def _release_late(state: JobState, players: Sequence[Worker], now_s: float) -> None:
+    """Whoever is still in the last gate may wait for those who have left: nobody has to."""
+    late = [w for w in players if w.useful and not w.finished and not w.released]
+    if not late:
+        state.release_at_s = None
+    elif state.release_at_s is None:
+        state.release_at_s = now_s + state.config.finish_grace_s
+    elif now_s >= state.release_at_s:
+        state.release_at_s = None
+        state.release(tuple(sorted(worker.number for worker in late)))
+
+
 def _everybody_left(state: JobState) -> bool:
     """Every member ended by itself with status 0, though none said that it had finished."""
     if state.restarting or state.newest is None:
@@ -96,7 +109,15 @@ def _pursue_finish(state: JobState, now_s: float) -> None:
     assert state.newest is not None
     players = [state.members.workers[number] for number in state.newest.ranks]
     if any(worker.alive for worker in players):
+        _release_late(state, players, now_s)
         return
+    state.release_at_s = None
+    if any(worker.status is None for worker in players):
+        # Its agent still has to say how it ended.
+        if state.status_until_s is None:
+            state.status_until_s = now_s + state.config.exit_wait_s
+        if now_s < state.status_until_s:
+            return
     # A rank that died between the others' last gate and its own had all steps too; only rank 0 has
     # still something to do then (`run.finish`).
     codes = [

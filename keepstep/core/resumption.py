@@ -34,8 +34,11 @@ def rebuild(state: JobState, entries: Iterable[Persist]) -> None:
             case "note":
                 _note(state, body)
             case "end":
+                # Written, but perhaps not carried out any more.
                 state.over = EndJob(exit_code=int(body["exit_code"]), reason=str(body["reason"]))
+                state.actions.append(state.over)
     newest = state.newest
+    state.absent = {worker.node for worker in state.members.workers.values()}
     for worker in state.members.workers.values():
         worker.standing = Standing.STARTING
         if newest is not None and any(worker.number in g.members for g in state.generations):
@@ -68,5 +71,7 @@ def _note(state: JobState, body: Mapping[str, Any]) -> None:
         case "restart":
             state.restarts += 1
             state.restarting, state.setup_over = True, False
+        case "finished":
+            state.finishing = True
         case "setup_over":
             state.setup_over, state.published = True, state.config.setup_steps

@@ -15,6 +15,8 @@ How to drive it
   The end of the loop is a last gate of an empty step: `GradientsCompleted`, `GatePassed`, leave.
 * A failure: `CollectiveFailed` -> Complain. The groups are poisoned from then on, the user's code
   runs on with rubbish, and the user's thread says `SafePointReached` where it can be turned round.
+  While nothing comes (WAIT, LOAD) it repeats `CollectiveFailed` every few seconds: a controller
+  that crashed may have heard the complaint and forgotten it.
 * `Interrupted` cuts at once; `Connect` comes when the thread stands at a safe point: with that
   very call when it already does, else with `SafePointReached` or, masked, with `BlockEnded`.
   After an interrupt `GradientsCompleted` and `GatePassed` count as safe points only, since
@@ -378,6 +380,7 @@ TABLE: dict[tuple[WorkerPhase | None, type], Row] = {
     (_P.RECEIVE, CollectiveFailed): _M._fail_standing,
     (_P.LOAD, CollectiveFailed): _M._fail_standing,
     (_P.DONOR, CollectiveFailed): _M._fail_standing,
+    (_P.WAIT, CollectiveFailed): _M._fail_standing,  # nobody answered in time: complain again
     (None, CollectiveFailed): _M._ignore,  # it has complained already, or plays nothing
     # interrupts
     (None, Interrupted): _M._interrupt,

@@ -40,9 +40,13 @@ def still(**more) -> Sample:
     return Sample(**{**fields, **more})
 
 
-def test_a_stopped_worker_is_suspected_after_half_a_second_and_once() -> None:
+def test_a_stopped_worker_is_suspected_after_half_a_second() -> None:
     [found] = watch(lambda t: still(state="T", others_wait=False), 5)
     assert found.worker == 1 and found.since_s == 0 and "stopped (state T) for 0.5 s" in found.reason
+
+
+def test_a_suspicion_that_lasts_is_told_again() -> None:
+    assert len(watch(lambda t: still(state="T"), 13)) == 3
 
 
 def test_a_stop_that_ends_early_is_forgotten() -> None:
@@ -76,7 +80,7 @@ def test_whoever_computes_reads_or_communicates_is_only_slow(moving: str) -> Non
 
 
 def test_a_heartbeat_threads_crumbs_are_no_progress() -> None:
-    assert len(watch(lambda t: still(cpu_s=5 + 0.001 * t, io_bytes=int(20 * t)), 30, paced(0.1))) == 1
+    assert watch(lambda t: still(cpu_s=5 + 0.001 * t, io_bytes=int(20 * t)), 30, paced(0.1))
 
 
 @pytest.mark.parametrize("phase", ["ASIDE", "BETWEEN", "BLOCK_END", "SETUP"])

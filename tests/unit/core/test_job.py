@@ -553,3 +553,47 @@ def test_a_late_report_of_an_old_generation_does_not_close_the_incident() -> Non
     for worker in (0, 1, 2):
         job.tell(Resumed(worker=worker, generation=0, step=6))
     assert job.persisted("incident_closed") == []
+
+
+def test_a_complaint_that_fell_due_does_not_spin_while_deaths_are_gathered() -> None:
+    job = training(gather_s=5.0)
+    complain(job, 0)
+    job.die(1)
+    job.now_s += 1.0
+    due_s = job.machine.next_deadline_s(job.now_s)
+    assert due_s is not None and due_s > job.now_s
+
+
+def test_a_rank_that_hangs_in_the_last_gate_is_released_after_a_while() -> None:
+    job = training()
+    job.tell(WorkerFinished(worker=0, step=10))
+    assert of(Release, job.let_time_pass(2)) == [Release(workers=(1, 2))]
+
+
+def test_an_end_that_was_written_but_not_carried_out_is_carried_out_by_the_next_controller() -> None:
+    job = started()
+    job.tell(UsageRefused(worker=1, message="no"))
+    again = Job(JobMachine.resume(job.machine.config, [a for a in job.past if isinstance(a, Persist)]))
+    assert of(EndJob, again.tell(AgentJoined(node="here", slots=4)))[0].exit_code == 2
+
+
+def test_a_node_whose_agent_does_not_come_back_to_a_new_controller_is_lost() -> None:
+    job = Job(JobMachine(JobConfig(world_size=1, spares=1)))
+    job.tell(AgentJoined(node="a", slots=1))
+    job.tell(AgentJoined(node="b", slots=1))
+    job.tell(WorkerParked(worker=0, readiness="warm"))
+    job.tell(WorkerParked(worker=1, readiness="warm"))
+    job.tell(Progressed(worker=0, generation=0, step=5, published=5))
+    again = Job(JobMachine.resume(job.machine.config, [a for a in job.past if isinstance(a, Persist)]))
+    again.tell(AgentJoined(node="b", slots=1, workers=(1,)))
+    again.tell(WorkerParked(worker=1, readiness="warm"))
+    again.let_time_pass(31)
+    assert again.generation.ranks == (1,) and "its agent did not come back within 30 s" in again.said()
+
+
+def test_what_ended_while_the_controller_was_away_is_told_with_its_status() -> None:
+    job = training(spares=0)
+    again = Job(JobMachine.resume(job.machine.config, [a for a in job.past if isinstance(a, Persist)]))
+    exited, finished = {0: 0, 1: 0, 2: 0}, (0, 1, 2)
+    again.tell(AgentJoined(node="here", slots=3, exited=exited, finished=finished))
+    assert of(EndJob, again.past)[0].exit_code == 0

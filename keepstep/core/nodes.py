@@ -1,0 +1,66 @@
+"""Agents that join, come back, or stay away: which processes live, and what they must hear again."""
+
+from __future__ import annotations
+
+from keepstep.core.actions import Announce
+from keepstep.core.events import AgentJoined
+from keepstep.core.job_state import JobState, say_status
+from keepstep.core.losses import process_lost
+from keepstep.core.membership import Standing, Worker
+
+
+def agent_joined(state: JobState, event: AgentJoined, now_s: float) -> None:
+    again = event.node in state.members.slots
+    state.members.slots[event.node] = event.slots
+    state.absent.discard(event.node)
+    known = state.members.workers
+    for number in event.workers:
+        if number not in known:
+            # Its number is spent, whoever it is; it takes no slot that is known here.
+            state.members.adopt(Worker(number=number, node=event.node, slot=-1))
+            state.kill(number, f"worker {number} is in no ledger")
+    missing = [w for w in state.members.alive() if w.node == event.node and w.number not in event.workers]
+    for worker in missing:
+        status = event.exited.get(worker.number)
+        text = f"{say_status(status)} while its agent was away"
+        process_lost(state, worker, status, text, now_s, "death")
+    if again or event.workers:
+        _tell_again(state, event.node)
+
+
+def _tell_again(state: JobState, node: str) -> None:
+    """What was said while the agent could not hear, said again."""
+    playing = set(state.current_members())
+    for worker in state.members.alive():
+        fenced = worker.standing is Standing.PLAYING and (worker.number not in playing or state.restarting)
+        if worker.node == node and worker.standing is Standing.ENDING:
+            state.kill(worker.number, f"worker {worker.number} should have ended")
+        elif worker.node == node and fenced:
+            state.kill(worker.number, f"worker {worker.number} is fenced")
+        elif worker.node == node and worker.standing is Standing.PARKED:
+            worker.stood_by = False
+            if not state.restarting:
+                state.stand_by(worker)
+    if not state.restarting and state.newest is not None and not state.finishing:
+        reason = f"the agent of {node} came back: generation {state.newest.number} counts"
+        state.actions.append(Announce(generation=state.newest, reason=reason))
+
+
+def node_lost(state: JobState, node: str, reason: str, now_s: float) -> None:
+    state.say(f"node {node} is lost: {reason}", "error")
+    state.absent.discard(node)
+    state.members.slots.pop(node, None)
+    for worker in [w for w in state.members.alive() if w.node == node]:
+        process_lost(state, worker, None, f"is lost with node {node} ({reason})", now_s, "node")
+
+
+def miss_absent(state: JobState, now_s: float) -> None:
+    """After a controller's restart every agent must come back in time; else its node is lost."""
+    if not state.absent:
+        state.absent_until_s = None
+    elif state.absent_until_s is None:
+        state.absent_until_s = now_s + state.config.agent_wait_s
+    elif now_s >= state.absent_until_s:
+        for node in sorted(state.absent):
+            reason = f"its agent did not come back within {state.config.agent_wait_s:.0f} s"
+            node_lost(state, node, reason, now_s)
