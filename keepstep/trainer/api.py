@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 
 from keepstep.core.events import WorkerParked
+from keepstep.core.types import Generation
+from keepstep.core.worker_events import Connect, Connected
 from keepstep.errors import ProtectionError, StepInterrupted, UsageError
 from keepstep.trainer import plain
 from keepstep.trainer.data import Cursor
@@ -23,8 +25,6 @@ from keepstep.trainer.recovery import connect_group, meet, open_fabric
 from keepstep.trainer.reports import Reports
 from keepstep.trainer.session import Session
 from keepstep.trainer.step import Step
-from keepstep.core.types import Generation
-from keepstep.core.worker_events import Connect, Connected
 from keepstep.wire.page import Phase
 
 _current: Run | None = None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any
@@ -30,12 +30,11 @@ def start(backend: str | None, reason: str) -> None:
 class PlainStep:
     """One iteration of an unprotected loop."""
 
-    def __init__(self, number: int, micro: int, index: int, batch: Any, updated: Callable[[], bool]) -> None:
+    def __init__(self, number: int, micro: int, index: int, batch: Any) -> None:
         self.number = number
         self.micro = micro
         self.index = index
         self.batch = batch
-        self._updated = updated
 
     def aside(self) -> AbstractContextManager[None]:
         """Nothing has to be repeated here."""
@@ -86,7 +85,7 @@ class PlainLoop:
             except StopIteration:
                 break
             before = self._updates
-            yield PlainStep(number, self._micro, self._index, batch, lambda: self._updates > before)
+            yield PlainStep(number, self._micro, self._index, batch)
             self._index += 1
             if self._updates > before:
                 number, self._micro = number + 1, 0

@@ -127,12 +127,11 @@ class Recovery:
             action = session.next_action()
             match action:
                 case Connect(generation=generation):
-                    self._attempt(generation, lambda: self._connect(generation))
+                    self._attempt(self._connect, generation)
                 case CastVote(vote=vote):
-                    generation = self._generation()
-                    self._attempt(generation, lambda: self._vote(generation, vote))
+                    self._attempt(self._vote, self._generation(), vote)
                 case ReceiveState():
-                    if self._attempt(self._generation(), lambda: self._copy(action)):
+                    if self._attempt(self._copy, self._generation(), action):
                         return Outcome.RECEIVED
                 case RedoStep():
                     return Outcome.REDO
@@ -148,11 +147,11 @@ class Recovery:
         assert generation is not None
         return generation
 
-    def _attempt(self, generation: Generation, work: Callable[[], None]) -> bool:
-        """Do `work` for `generation`; a failure is a complaint unless a newer generation explains it."""
+    def _attempt(self, work: Callable[..., None], generation: Generation, *arguments: Any) -> bool:
+        """`work(generation, ...)`; a failure is a complaint unless a newer generation explains it."""
         session = self._session
         try:
-            work()
+            work(generation, *arguments)
         except UsageError:
             raise  # the script's fault: trying again would not help
         except (RuntimeError, OSError, KeepstepError, dist.DistStoreError) as error:
@@ -213,9 +212,8 @@ class Recovery:
             )
         )
 
-    def _copy(self, action: ReceiveState) -> None:
+    def _copy(self, generation: Generation, action: ReceiveState) -> None:
         session = self._session
-        generation = self._generation()
         copied = self._receive(action)
         session.link.send(
             StateReceived(

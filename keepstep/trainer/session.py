@@ -49,7 +49,7 @@ EXIT_STRANDED = 76
 STRANDED_TIMEOUT_S = 600.0
 
 
-class Released(BaseException):  # noqa: N818 - no error: every rank has finished
+class Released(BaseException):
     """All ranks have finished: nobody waits for this one any more."""
 
 

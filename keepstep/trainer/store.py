@@ -25,7 +25,7 @@ class StoreCut(ProtectionError):  # noqa: N818 - reads better at the call sites
     """The store was cut on purpose, or its agent is gone."""
 
 
-class AgentStore(dist.Store):  # type: ignore[name-defined, misc]
+class AgentStore(dist.Store):
     """Keys and values held by an agent. Raises StoreCut once `cut()` or broken, TimeoutError when late."""
 
     def __init__(self, path: str, hello: Hello, prefix: str) -> None:

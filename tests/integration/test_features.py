@@ -52,5 +52,5 @@ def test_every_sample_is_seen_exactly_once_per_epoch_in_spite_of_three_kills(tmp
     found = [line for line in lines if line is not None]
     assert len(found) == 3, job.output + job.worker_log()
     seen = Counter(int(index) for line in found for index in line.group(2).split(", "))
-    assert seen == Counter({index: 2 for index in range(96)})
+    assert seen == Counter(dict.fromkeys(range(96), 2))
     assert {line.group(1) for line in found} == {"16"}
