@@ -116,9 +116,7 @@ class Ends:
     def _on_exit(self) -> None:
         session = self._session
         if not self._failed and session.closed_gates:
-            session.link.send(
-                WorkerFinished(worker=session.worker, step=session.machine.step_count - session.closed_gates)
-            )
+            session.link.send(WorkerFinished(worker=session.worker, step=session.final_step))
         # gloo's threads must not outlive the interpreter's teardown.
         with session.lock:
             fabric = session.fabric

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from keepstep.core.events import FingerprintTaken, Resumed
 from keepstep.core.worker_events import BlockEnded
@@ -24,15 +24,14 @@ from keepstep.trainer.proof import Proof, shard_digest
 from keepstep.trainer.record import Recorder
 from keepstep.trainer.recovery import Outcome, Recovery
 from keepstep.trainer.reports import Reports
+from keepstep.trainer.session import Released, Session
 from keepstep.trainer.state import StateExchange, drop_gradients
 from keepstep.trainer.step import Step
 from keepstep.wire.page import Phase
 
-if TYPE_CHECKING:
-    from keepstep.trainer.session import Session
-
 REHEARSED_STEPS = 2  # DDP broadcasts its bucket order in the second iteration: one is not enough
 FINGERPRINT_STEP = 2
+ALL_CLOSED = 1 << 30  # somebody passed every gate there is
 
 LATE_CHANGE = (
     "this rank's own state changes between optimizer.step() and the next step: a rank that dies in that moment is "
@@ -101,8 +100,10 @@ class Loop:
         while True:
             session.page.enter(Phase.BETWEEN)
             self._turn()
-            if session.closed_gates:
-                raise StopIteration  # this worker took over a rank that had finished
+            if session.closed_gates:  # this worker took over a rank that had finished
+                session.final_step = session.steps_done
+                self.proof.at_end(session.final_step)
+                raise StopIteration
             step = self._serve()
             if step is not None:
                 return step
@@ -323,19 +324,24 @@ class Loop:
         self._served.clear()
         self._replay.clear()
         self.gate.passed = False
+        steps = session.steps_done
+        first = session.closed_gates == 0
         try:
             self.gate.reach(closed_gates=session.closed_gates + 1)
+            session.closed_gates += 1
+            session.tell(BlockEnded())
+            session.page.step = session.machine.step_count
+            session.groups.settle(place=Place.CLOSING)
+            self._serve_to_the_last()
         except StepInterrupted:
             session.groups.settle(place=Place.OUTSIDE)
             self._rewind_due = False
             return False
-        session.closed_gates += 1
-        session.tell(BlockEnded())
-        session.page.step = session.machine.step_count
-        session.groups.settle(place=Place.CLOSING)
-        if session.closed_gates == 1:
-            self.proof.at_end()
-        self._serve_to_the_last()
+        except Released:
+            session.closed_gates = ALL_CLOSED
+        if first:
+            session.final_step = steps
+            self.proof.at_end(steps)
         session.page.enter(Phase.DONE)
         return True
 

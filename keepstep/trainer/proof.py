@@ -48,13 +48,11 @@ class Proof:
                 {"fingerprint": True, "step": self._session.machine.step_count - 1, "tensors": tensors}
             )
 
-    def at_end(self) -> None:
-        """The digest of the final state."""
+    def at_end(self, step: int) -> None:
+        """The digest of the final state, after `step` steps."""
         if not self._mode:
             return
         tensors = fingerprint.digests(self._session.protected.tensors())
-        # The last gate of the loop is no step of the user's.
-        step = self._session.machine.step_count - 1
         digest = fingerprint.combined(tensors)
         self._write({"final": True, "step": step, "digest": digest, "tensors": tensors})
 

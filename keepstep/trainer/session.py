@@ -82,6 +82,7 @@ class Session:
         self.groups.page = self.page
         self.faults = Faults.from_environment(self)
         self.resumption_due = False
+        self.final_step = 0
         self.closed_gates = 0  # passed after the last step: the loop's end, finish()
         self.link.start()
 
@@ -110,6 +111,11 @@ class Session:
     def live(self) -> bool:
         """Whether this process plays a rank: False while it rehearses."""
         return self.joined and not self.rehearsing
+
+    @property
+    def steps_done(self) -> int:
+        """Committed steps of the script: without the gates after its last one."""
+        return self.machine.step_count - self.closed_gates
 
     @property
     def must_turn(self) -> bool:
