@@ -18,6 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from keepstep.errors import UsageError
 from keepstep.trainer import elastic
+from keepstep.trainer.adapters import fingerprint
 from keepstep.trainer.adapters.protected import Protected
 from keepstep.trainer.adapters.rerank import Reranker
 from keepstep.trainer.adapters.shard import describe, replica_ranks, shard_identity
@@ -222,3 +223,50 @@ def test_group_without_a_mesh_that_lacks_the_new_rank_is_refused():
     with pytest.raises(UsageError, match=r"group of ranks \[0, 1\] cannot be told"):
         in_child(without_mesh, 3)
     assert in_child(without_mesh, 0) == [0, 0]
+
+
+# ---- protected state of sharded models ----------------------------------------------------------
+
+
+def sharded_training():
+    """A hot spare's optimizer state, made by `ensure` alone, against that of a rank that trained."""
+    with elastic_world(1):
+        parts = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            model = hsdp()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+            protected = Protected()
+            protected.add(model=model, optimizer=optimizer)
+            protected.check()
+            parts.append((model, optimizer, protected))
+        (_, _, protected), (_, other_optimizer, target) = parts
+
+        def step(model, optimizer, protected):
+            protected.watch_mutations()
+            model(torch.ones(2, 8)).pow(2).sum().backward()
+            mutated = protected.mutated_before_gate()
+            optimizer.step()
+            optimizer.zero_grad()
+            return mutated
+
+        mutated = [step(*parts[0]) for _ in range(2)]
+        target.ensure(protected.spec())
+        own, sent = target.tensors(), protected.tensors()
+        for name, tensor in sent.items():
+            own[name].copy_(tensor)
+        target.load_values(protected.values())
+        step(*parts[0])
+        step(*parts[1])
+        equal = fingerprint.digests(target.tensors()) == fingerprint.digests(protected.tensors())
+        shapes = {name: tuple(tensor.shape) for name, tensor in sent.items()}
+        kinds = {type(state["exp_avg"]).__name__ for state in other_optimizer.state.values()}
+        return mutated, equal, shapes, kinds
+
+
+def test_sharded_state_is_named_made_and_received_as_local_parts():
+    mutated, equal, shapes, kinds = in_child(sharded_training)
+    assert mutated == [[], []]  # FSDP's own moves between sharded and whole are no mutation
+    assert equal
+    assert shapes["model.0.weight"] == shapes["optimizer/model.1.weight/exp_avg_sq"] == (4, 8)
+    assert kinds == {"DTensor"}
