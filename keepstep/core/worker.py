@@ -201,9 +201,7 @@ class WorkerMachine:
         if self.worker not in new.members:
             return self._leave(f"generation {new.number} goes on without worker {self.worker}: it is fenced")
         if known is not None and new.fresh:
-            return self._leave(
-                f"generation {new.number} starts afresh: worker {self.worker} is of an older one"
-            )
+            return self._leave(f"generation {new.number} starts afresh: worker {self.worker} is older")
         if known is None:
             self.next_generation = new
             return self._enter_next()
@@ -363,7 +361,6 @@ Row = Callable[[WorkerMachine, Any], list[WorkerAction]]
 # The one table: (phase, event) -> row. A phase of None stands for every phase without a row of its
 # own; what is not here cannot happen.
 TABLE: dict[tuple[WorkerPhase | None, type], Row] = {
-    # training
     (_P.RUN, StepStarted): _M._ignore,
     (_P.RUN, BlockEnded): _M._ignore,  # a block without an update: a micro-batch
     (_P.RUN, GradientsCompleted): _M._complete_gradients,
