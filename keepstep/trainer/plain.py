@@ -12,8 +12,8 @@ from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any
 
-import torch
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 
 def start(backend: str | None, reason: str) -> None:
@@ -60,7 +60,7 @@ class PlainLoop:
         self._micro = 0
         self._index = 0
         self._in_iteration = False
-        self._hook = torch.optim.optimizer.register_optimizer_step_post_hook(self._after_update)
+        self._hook = register_optimizer_step_post_hook(self._after_update)
 
     def _walk(self, loader: Any, epochs: int | None) -> Iterator[Any]:
         epoch = 0
