@@ -1,0 +1,141 @@
+"""`keepstep prove`: the user's own script, twice left alone and once harmed, compared bit for bit.
+
+Only when the two undisturbed runs agree does the third say anything about Keepstep. Here are the command line
+and the folder of the runs; `prove_runs` carries them out. Exit codes: EXIT_* there, and docs/commands/prove.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any
+
+import typer
+
+from keepstep.errors import UsageError
+
+COMMAND: dict[str, Any] = {
+    # Everything behind the script is the script's own, flags included.
+    "context_settings": {"allow_interspersed_args": False},
+    "options_metavar": "[OPTIONS]",
+}
+
+
+def prove(
+    script: Annotated[str | None, typer.Argument(metavar="SCRIPT", help="The training script.")] = None,
+    args: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Its arguments.")] = None,
+    ranks: Annotated[int, typer.Option(min=1, max=4096, metavar="N", help="Ranks of each run.")] = 2,
+    kill: Annotated[list[str] | None, typer.Option(metavar="rank=R,step=S[,at=PLACE]", help="SIGKILL the worker of rank R in step S (the first is 0). Can be repeated.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(metavar="rank=R,step=S[,at=PLACE]", help="SIGSTOP it instead. Can be repeated.")] = None,
+    spares: Annotated[int, typer.Option(min=0, max=4096, metavar="N", help="Spares of the run with faults.")] = 1,
+    ignore: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Leave out a reported value, such as a speed. Can be repeated.")] = None,
+    limit: Annotated[float | None, typer.Option(min=1.0, metavar="SECONDS", help="The longest that one run may take [without faults: none; with: 10 times the undisturbed, and 300].", show_default=False)] = None,
+    keep: Annotated[Path | None, typer.Option(metavar="DIR", help="Keep the three run directories here.", show_default=False)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:  # fmt: skip
+    """Run a script twice undisturbed and once with faults, and compare every value and tensor bit for bit."""
+    from rich.console import Console
+
+    from keepstep.cli.options import check_script
+    from keepstep.cli.prove_faults import read_faults
+    from keepstep.cli.prove_runs import (
+        EXIT_IDENTICAL,
+        EXIT_NO_ANSWER,
+        NoProof,
+        Request,
+        carry_out,
+        verdict,
+    )
+    from keepstep.cli.prove_view import ProveView
+
+    if not script:
+        raise UsageError("no script given: keepstep prove [OPTIONS] SCRIPT [ARGS]...")
+    check_script(script, "script")
+    request = Request(
+        script=Path(script),
+        args=tuple(args or ()),
+        ranks=ranks,
+        spares=spares,
+        faults=read_faults(kill or (), stop or (), ranks),
+        ignored=frozenset(ignore or ()),
+        limit_s=limit,
+    )
+    console = Console(stderr=True, highlight=False)
+    with _stoppable(), _folder(keep) as folder:
+        try:
+            with ProveView(console) as view:
+                proof = carry_out(request, folder.path, view)
+        except NoProof as error:
+            folder.keep = True
+            typer.echo(f"keepstep: nothing is proven: {error}", err=True)
+            _say_where(folder)
+            raise typer.Exit(EXIT_NO_ANSWER) from None
+        folder.keep = proof.exit_code != EXIT_IDENTICAL
+        if as_json:
+            typer.echo(json.dumps(proof.as_json(), indent=2))
+        typer.echo("\n".join(verdict(request, proof)), err=as_json)
+        _say_where(folder)
+    raise typer.Exit(proof.exit_code)
+
+
+# ---- around the runs ------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Folder:
+    """Where the run directories lie. `keep`: not removed at the end."""
+
+    path: Path
+    keep: bool = False
+
+
+def _say_where(folder: Folder) -> None:
+    if folder.keep:
+        typer.echo(f"run directories: {folder.path}", err=True)
+
+
+@contextlib.contextmanager
+def _folder(keep: Path | None) -> Iterator[Folder]:
+    """The folder that the user named, or one of our own that is removed when all went well."""
+    if keep is None:
+        folder = Folder(Path(tempfile.mkdtemp(prefix="keepstep-prove-")))
+        try:
+            yield folder
+        finally:
+            if not folder.keep:
+                shutil.rmtree(folder.path, ignore_errors=True)
+        return
+    from keepstep.cli.prove_runs import RUNS
+
+    if any((keep / name).exists() for name in RUNS):
+        raise UsageError(f"{keep} already holds a proof: choose another --keep")
+    try:
+        keep.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"cannot write {keep}: {error.strerror}") from None
+    if not os.access(keep, os.W_OK | os.X_OK):
+        raise UsageError(f"cannot write {keep}: permission denied")
+    yield Folder(keep.resolve(), keep=True)
+
+
+@contextlib.contextmanager
+def _stoppable() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the running job and remove what lies about, as Ctrl-C does."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
