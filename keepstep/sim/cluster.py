@@ -38,7 +38,7 @@ from keepstep.core.worker_phase import WorkerPhase
 from keepstep.sim.agenda import Agenda, Channel
 from keepstep.sim.invariants import Invariants, Violation
 from keepstep.sim.room import Room
-from keepstep.sim.story import Mishap, Story
+from keepstep.sim.story import Cue, Mishap, Story
 from keepstep.sim.virtual_worker import VirtualWorker
 
 PATIENCE_S = 3000.0
@@ -83,6 +83,7 @@ class Cluster:
         self.channels = {node: Channel(self.agenda) for node in self.nodes}
         self.outbox: list[Callable[[], None]] = []
         self.mishaps = list(story.mishaps)
+        self.cues = list(story.cues)
         self.events = 0
         self.last_mishap_s = 0.0
         self.end: EndJob | None = None
@@ -159,6 +160,9 @@ class Cluster:
     def tell(self, text: str) -> None:
         if self.trace is not None:
             self.trace.append(f"{self.agenda.now_s:9.3f}  {text}")
+        for cue in [cue for cue in self.cues if cue.line in text]:
+            self.cues.remove(cue)
+            self.agenda.after(0.0, partial(self._on_cue, cue, text))
 
     # ---- messages -------------------------------------------------------------------------------
 
@@ -328,10 +332,23 @@ class Cluster:
             self._lose_node()
             return
         worker = self._choose(mishap)
-        if worker is None:
-            return
-        self.tell(f"*** {mishap.kind} w{worker.number} ({worker.machine.phase}@{worker.machine.step_count})")
-        match mishap.kind:
+        if worker is not None:
+            self._strike(worker, mishap.kind)
+
+    def _on_cue(self, cue: Cue, line: str) -> None:
+        self.last_mishap_s = self.agenda.now_s
+        match cue.kind:
+            case "controller":
+                self._crash_controller()
+            case "node":
+                self._lose_node()
+            case _:
+                number = int(line.split()[0][1:]) if cue.worker is None else cue.worker
+                self._strike(self.workers[number], cue.kind)
+
+    def _strike(self, worker: VirtualWorker, kind: str) -> None:
+        self.tell(f"*** {kind} w{worker.number} ({worker.machine.phase}@{worker.machine.step_count})")
+        match kind:
             case "kill":
                 self.exit(worker, -9)
             case "stop":

@@ -32,6 +32,18 @@ class Mishap:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Cue:
+    """A mishap of a told story, when a line of the trace contains `line`.
+
+    `worker` suffers it; None: the one that the line begins with.
+    """
+
+    line: str
+    kind: str
+    worker: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Story:
     """All that a seed decides beforehand. `shards[r]` is the replica set of rank r."""
 
@@ -42,7 +54,8 @@ class Story:
     free_slots: int
     nodes: int
     steps: int
-    mishaps: tuple[Mishap, ...]
+    mishaps: tuple[Mishap, ...] = ()
+    cues: tuple[Cue, ...] = ()
 
     @property
     def world_size(self) -> int:

@@ -335,6 +335,7 @@ class VirtualWorker:
     # ---- receiving ------------------------------------------------------------------------------
 
     def copy_started(self) -> None:
+        self.cluster.tell(f"w{self.number} receives the first byte")
         self.content, self.gradients, self.torn = None, None, True
         self.take(CopyStarted())
 
