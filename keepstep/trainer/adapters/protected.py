@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from keepstep.errors import UsageError
 from keepstep.trainer.adapters import refusals, stateful
 from keepstep.trainer.adapters.fingerprint import digest
+from keepstep.trainer.adapters.optimizers import group_values, load_group, new_state
 from keepstep.trainer.adapters.tensors import (
     dtype_named,
     in_memory_order,
@@ -99,7 +100,7 @@ class Protected:
         for name, value in self.per_rank.items():
             stateful.refuse_unpackable(name, stateful.take(value))
         for name, optimizer in self.optimizers.items():
-            stateful.refuse_unpackable(f"param_groups of {name}", _group_values(optimizer))
+            stateful.refuse_unpackable(f"param_groups of {name}", group_values(optimizer))
 
     # ---- tensors --------------------------------------------------------------------------------
 
@@ -156,10 +157,10 @@ class Protected:
                 for parameter in group["params"]:
                     prefix = f"{owner}/{names[id(parameter)]}/"
                     held = optimizer.state.get(parameter, {})
-                    for name in _with_prefix(spec, prefix):
+                    for name in [name for name in spec if name.startswith(prefix)]:
                         key = name.removeprefix(prefix)
                         if key not in held:
-                            made = _new_state(group, parameter, key, *spec[name])
+                            made = new_state(group, parameter, key, *spec[name])
                             optimizer.state[parameter][key] = made
         own = self.tensors()
         for name, (dtype, shape) in spec.items():
@@ -243,7 +244,7 @@ class Protected:
     def values(self) -> dict[str, Any]:
         """Replicated state that is no tensor of `tensors()`, as copies: plain values and small tensors."""
         return {
-            "groups": {name: _group_values(optimizer) for name, optimizer in self.optimizers.items()},
+            "groups": {name: group_values(optimizer) for name, optimizer in self.optimizers.items()},
             "state": self._plain_optimizer_state(),
             "others": {
                 name: stateful.take(value)
@@ -279,7 +280,7 @@ class Protected:
                     f"{name} has {len(optimizer.param_groups)} parameter groups here and {len(groups)} at its twin"
                 )
             for group, saved in zip(optimizer.param_groups, groups, strict=True):
-                _load_group(group, saved)
+                load_group(group, saved)
         self._load_plain_state(values["state"])
         for name, state in values["others"].items():
             stateful.give(self._named(self.others, name, "object"), state)
@@ -377,38 +378,3 @@ class Protected:
                         self._watched.append((name, parameter))
             self._watched_count = count
         return self._watched
-
-
-def _with_prefix(spec: Spec, prefix: str) -> list[str]:
-    return [name for name in spec if name.startswith(prefix)]
-
-
-def _group_values(optimizer: Optimizer) -> list[dict[str, Any]]:
-    return [
-        {key: stateful.copied(value) for key, value in group.items() if key != "params"}
-        for group in optimizer.param_groups
-    ]
-
-
-def _load_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
-    for key in [key for key in group if key != "params" and key not in saved]:
-        del group[key]
-    for key, value in saved.items():
-        held = group.get(key)
-        if isinstance(held, Tensor) and isinstance(value, Tensor) and held.shape == value.shape:
-            with torch.no_grad():
-                held.copy_(value)  # a learning rate in a tensor: compiled code holds the very object
-        else:
-            group[key] = stateful.copied(value)
-
-
-def _new_state(
-    group: Mapping[str, Any], parameter: Tensor, key: str, dtype: str, shape: tuple[int, ...]
-) -> Tensor:
-    """An uninitialised-by-anyone state tensor as the optimizer itself would have made it."""
-    wanted = dtype_named(dtype)
-    if tuple(in_memory_order(local_part(parameter)).shape) == tuple(shape) and key != "step":
-        return torch.zeros_like(parameter, dtype=wanted, requires_grad=False)
-    on_device = bool(group.get("capturable") or group.get("fused"))
-    device = parameter.device if shape or on_device else torch.device("cpu")
-    return torch.zeros(shape, dtype=wanted, device=device)
