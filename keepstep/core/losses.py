@@ -24,9 +24,11 @@ def process_lost(
     worker.standing, worker.status = Standing.EXITED, status
     if state.stopping is not None or state.ending is not None or state.finishing:
         return
-    if before is Standing.ENDING:
-        if not state.is_member(worker.number) and not state.restarting:
+    if before in (Standing.ENDING, Standing.PLAYING) and not state.is_member(worker.number):
+        if not state.restarting:
             refill_later(state, now_s)
+    elif before is Standing.ENDING:
+        pass  # a member that was given up: its rank is already looked after
     elif state.is_member(worker.number):
         if status != 0:
             member_lost(state, worker, cause, text, now_s, first_evidence_s)

@@ -177,7 +177,8 @@ class Cluster:
         if self.end is not None:
             return
         if self.controller is None:
-            self.outbox.append(lambda: self._hear(event))
+            if not isinstance(event, AgentJoined):  # that is said anew on every connection
+                self.outbox.append(lambda: self._hear(event))
             return
         actions = self.controller.step(event, self.agenda.now_s)
         if not isinstance(event, Ticked):

@@ -45,8 +45,12 @@ STORIES: dict[str, tuple[str, Story]] = {
         story(39, DDP3, kill(2, "w1 has committed 3 steps")),
     ),
     "rank_dies_in_its_update": (
-        "The only rank that has passed a gate is killed in its update; the others decide by their votes.",
-        story(14, DDP3, kill(1, "w1 passes the gate of step 3")),
+        "The only rank that has passed a gate dies in its update: nobody else knows, the step is done again.",
+        story(225, DDP3, kill(1, "w1 passes the gate of step 3")),
+    ),
+    "gate_is_passed_by_some": (
+        "A rank dies when only some have passed the gate: the others roll forward with their own gradients.",
+        story(99, DDP3, kill(2, "w1 passes the gate of step 3")),
     ),
     "rank_zero_dies": (
         "Rank 0 is a rank like any other.",
