@@ -58,10 +58,23 @@ def answer(sock: socket.socket) -> dict[str, Any] | None:
     return body
 
 
+def be_patient(sock: socket.socket, limit_s: float) -> None:
+    """Let the kernel itself wait, at most `limit_s` without any progress: then BlockingIOError is raised.
+
+    Python's own timeouts make the socket non-blocking and poll before every call, which costs a bulk
+    stream many wake-ups.
+    """
+    seconds = int(limit_s)
+    limit = struct.pack("@ll", seconds, max(int((limit_s - seconds) * 1e6), 1))
+    sock.settimeout(None)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
+
 def read_into(sock: socket.socket, view: memoryview) -> None:
     """Fill `view` from the stream. Raises ConnectionError when it ends before, and OSError."""
     while len(view):
-        received = sock.recv_into(view)
+        received = sock.recv_into(view, len(view), socket.MSG_WAITALL)
         if received == 0:
             raise ConnectionResetError("closed the connection")
         view = view[received:]

@@ -24,6 +24,7 @@ from keepstep.transfer.link import (
     REQUEST,
     answer,
     ask,
+    be_patient,
     greeting,
     parse_address,
     read_into,
@@ -164,7 +165,7 @@ class _Stream(threading.Thread):
                 if self._shares.over:  # whoever ended it while we connected could not shut the socket
                     return
                 self._open(sock)
-                sock.settimeout(self._stall_s)
+                be_patient(sock, self._stall_s)
                 self._copy(sock)
         except Exception as error:  # whatever it is, the other sources must hear of it
             self._shares.lost(self._number, _reason(error))
@@ -258,7 +259,7 @@ def _refusal(reply: dict[str, Any]) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    if isinstance(error, TimeoutError):
+    if isinstance(error, (TimeoutError, BlockingIOError)):
         return "sent nothing for too long"
     if isinstance(error, (ConnectionResetError, BrokenPipeError)):
         return "closed the connection"

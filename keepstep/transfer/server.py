@@ -25,6 +25,7 @@ from keepstep.transfer.link import (
     REQUEST,
     answer,
     ask,
+    be_patient,
     format_address,
     is_greeting,
     read_into,
@@ -196,7 +197,7 @@ class StateServer:
             offer.users.add(sock)
         try:
             ask(sock, {"ready": True})
-            sock.settimeout(STALL_TIMEOUT_S)
+            be_patient(sock, STALL_TIMEOUT_S)
             request = bytearray(REQUEST.size)
             while True:
                 read_into(sock, memoryview(request))

@@ -93,6 +93,18 @@ def test_a_flipped_bit_or_two_anywhere_change_the_checksum(length: int) -> None:
     assert checksum(memoryview(bytearray(data))) == right
 
 
+@pytest.mark.parametrize("length", LENGTHS)
+def test_a_checksum_does_not_depend_on_the_number_of_threads(
+    length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = memoryview(bytearray(random.Random(length).randbytes(length)))
+    found = set()
+    for threads in (1, 8):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        found.add(checksum(data))
+    assert len(found) == 1
+
+
 def test_moved_data_changes_the_checksum() -> None:
     data = bytearray(random.Random(0).randbytes(2 * BLOCK_BYTES))
     right = checksum(memoryview(data))
