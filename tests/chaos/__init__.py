@@ -1,0 +1,1 @@
+"""Random harm to real jobs."""
