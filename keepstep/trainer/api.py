@@ -202,19 +202,14 @@ class Run:
             return iter(plain.PlainLoop(loader, epochs, until))
         assert self._promotion is not None
         assert self._reports is not None
-        make_cursor: Callable[[], Cursor] | None = None
-        if loader is not None:
-
-            def make_cursor() -> Cursor:
-                return Cursor(loader, epochs, on_worker_death=session.say)
-
+        cursor = None if loader is None else Cursor(loader, epochs, on_worker_death=session.say)
         session.protected.check()
         if not session.rehearsing:
             session.learn_shard()
         self._loop = Loop(
             session,
             self._reports,
-            make_cursor=make_cursor,
+            cursor=cursor,
             until=until,
             become_rank=self._promotion.become_rank,
         )

@@ -56,7 +56,7 @@ class Loop:
         session: Session,
         reports: Reports,
         *,
-        make_cursor: Callable[[], Cursor] | None,
+        cursor: Cursor | None,
         until: int | None,
         become_rank: Callable[[Cursor | None], None],
     ) -> None:
@@ -68,8 +68,7 @@ class Loop:
         self.gate = Gate(session, self)
         self.proof = Proof(session, reports)
         self.in_block = False
-        self._make_cursor = make_cursor
-        self._cursor = make_cursor() if make_cursor is not None else None
+        self._cursor = cursor
         self._until = until
         self._become_rank = become_rank
         self._served: list[Served] = []  # since the last commit
@@ -296,21 +295,17 @@ class Loop:
                 try:
                     batch = self._cursor.next_batch()
                 except StopIteration:
-                    self._renew_cursor()
+                    self._cursor.restart()
                     batch = self._cursor.next_batch()
             micro = self._micro
             self._micro += 1
             return Step(self, number=self._rehearsed, micro=micro, index=micro, batch=batch)
         self._micro = 0
-        self._renew_cursor()
+        if self._cursor is not None:
+            self._cursor.restart()
         self.reports.drop()
         self._become_rank(self._cursor)
         return None
-
-    def _renew_cursor(self) -> None:
-        if self._cursor is not None and self._make_cursor is not None:
-            self._cursor.close()
-            self._cursor = self._make_cursor()
 
     # ---- the end --------------------------------------------------------------------------------
 
@@ -324,6 +319,7 @@ class Loop:
         self._served.clear()
         self._replay.clear()
         self.gate.passed = False
+        self._offer(self._cursor.state() if self._cursor is not None else None)
         steps = session.steps_done
         first = session.closed_gates == 0
         try:

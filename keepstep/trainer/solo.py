@@ -10,6 +10,23 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
+
+
+def _as_if_summed(tensor: torch.Tensor, size: int, options: Any) -> None:
+    """A sum over clones of this rank is `size` times its own value: counts stay plausible."""
+    operation = getattr(options, "reduceOp", None)
+    if operation is None or operation == dist.ReduceOp.SUM:
+        tensor.mul_(size)
+    elif operation == dist.ReduceOp.PRODUCT:
+        tensor.pow_(size)
+    elif operation == dist.ReduceOp.BXOR and size % 2 == 0:
+        tensor.zero_()
+
+
+def _reduce(size: int, rank: int, tensors: Any, *options: Any) -> None:
+    for tensor in tensors:
+        _as_if_summed(tensor, size, options[0] if options else None)
 
 
 def _spread(output: torch.Tensor, own: torch.Tensor, size: int) -> None:
@@ -36,18 +53,21 @@ def _many_gather(size: int, rank: int, outputs: Any, inputs: Any, *_: Any) -> No
         _spread(output, own, size)
 
 
-def _lists_scatter(size: int, rank: int, outputs: Any, inputs: Any, *_: Any) -> None:
+def _lists_scatter(size: int, rank: int, outputs: Any, inputs: Any, *options: Any) -> None:
     for output, parts in zip(outputs, inputs, strict=False):
         output.copy_(parts[rank])
+        _as_if_summed(output, size, options[0] if options else None)
 
 
-def _single_scatter(size: int, rank: int, output: Any, whole: Any, *_: Any) -> None:
+def _single_scatter(size: int, rank: int, output: Any, whole: Any, *options: Any) -> None:
     _own_part(output, whole, size, rank)
+    _as_if_summed(output, size, options[0] if options else None)
 
 
-def _many_scatter(size: int, rank: int, outputs: Any, inputs: Any, *_: Any) -> None:
+def _many_scatter(size: int, rank: int, outputs: Any, inputs: Any, *options: Any) -> None:
     for output, whole in zip(outputs, inputs, strict=False):
         _own_part(output, whole, size, rank)
+        _as_if_summed(output, size, options[0] if options else None)
 
 
 def _exchange_single(
@@ -85,13 +105,13 @@ def _gather(size: int, rank: int, outputs: Any, inputs: Any, *_: Any) -> None:
 
 
 def _nothing(size: int, rank: int, *_: Any) -> None:
-    """In-place reductions and broadcasts: the rank's own value is the answer."""
+    """A broadcast, a barrier, a send: the rank's own value is the answer."""
 
 
 ANSWERS: dict[str, Callable[..., None]] = {
-    "allreduce": _nothing,
-    "allreduce_coalesced": _nothing,
-    "reduce": _nothing,
+    "allreduce": _reduce,
+    "allreduce_coalesced": _reduce,
+    "reduce": _reduce,
     "broadcast": _nothing,
     "barrier": _nothing,
     "send": _nothing,
