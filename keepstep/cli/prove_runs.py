@@ -122,6 +122,11 @@ def carry_out(request: Request, folder: Path, view: ProveView) -> Proof:
     twice = recomputation(harmed.record.lines)
     proof.recomputed_steps = max(twice.recomputed_steps, _sum(harmed.incidents, "steps_recomputed"))
     proof.committed_steps_lost = max(twice.committed_steps_lost, _sum(harmed.incidents, "steps_lost"))
+    if harmed.exit_code != 0 and not any(strike.worker is not None for strike in proof.strikes):
+        raise NoProof(
+            f"the run with faults ended with exit code {harmed.exit_code} before any fault struck; its last output:\n"
+            f"{harmed.last_output}"
+        )
     if harmed.exit_code != 0:
         proof.last_output = harmed.last_output
         proof.first_difference = Difference(

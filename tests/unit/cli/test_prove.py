@@ -15,7 +15,7 @@ from keepstep.cli.main import run
 from keepstep.cli.prove_compare import Death, Difference, first_difference, usual_cause
 from keepstep.cli.prove_faults import Strike, beyond_the_end, deaths, read_faults, strikes
 from keepstep.cli.prove_record import RunRecord, read_record
-from keepstep.cli.prove_runs import Proof, Request, Run, carry_out, verdict
+from keepstep.cli.prove_runs import NoProof, Proof, Request, Run, carry_out, verdict
 from keepstep.cli.prove_view import ProveView
 from keepstep.core.faults import parse_fault
 from keepstep.errors import UsageError
@@ -310,6 +310,13 @@ def test_a_run_that_does_not_survive_its_faults_is_not_identical(
     proof = prove_with(tmp_path, monkeypatch, harmed_exit=1)
     assert (proof.exit_code, proof.identical) == (1, False)
     assert "ends with exit code 1" in said(proof) and "the end" in said(proof)
+
+
+def test_a_run_that_fails_before_any_fault_struck_is_no_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(NoProof, match="exit code 1 before any fault struck"):
+        prove_with(tmp_path, monkeypatch, harmed_exit=1, struck=False)
 
 
 def test_a_fault_that_never_struck_is_no_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
