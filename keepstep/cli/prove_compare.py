@@ -72,7 +72,7 @@ def first_difference(
     if not expected.finals:
         raise ValueError("the undisturbed run left no digest of its state")
     ranks = sorted({*expected.ranks, *found.ranks})
-    for step in range(max(expected.steps, found.steps)):
+    for step in sorted({*expected.noted_steps, *found.noted_steps}):
         for rank in ranks:
             difference = _values(expected, found, rank, step)
             if difference is not None:

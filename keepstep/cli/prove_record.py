@@ -54,11 +54,16 @@ class RunRecord:
 
     @property
     def steps(self) -> int:
-        """Steps that some rank has reported."""
-        every = (
-            step for by_rank in (self.values, self.prints) for steps in by_rank.values() for step in steps
+        """Steps that were committed on some rank; of a run without digests, those that were reported."""
+        by_rank = self.prints or self.values
+        return max((step for steps in by_rank.values() for step in steps), default=-1) + 1
+
+    @property
+    def noted_steps(self) -> list[int]:
+        """Every step of which there is a line."""
+        return sorted(
+            {step for by_rank in (self.values, self.prints) for steps in by_rank.values() for step in steps}
         )
-        return max(every, default=-1) + 1
 
     def poll(self) -> None:
         """Take in what was written since the last call."""

@@ -150,6 +150,15 @@ def test_the_last_report_of_a_step_counts(tmp_path: Path) -> None:
     assert record.steps == STEPS and len(record.lines) == 2 * STEPS + 1
 
 
+def test_only_committed_steps_count(tmp_path: Path) -> None:
+    """A value that is reported after optimizer.step() stands in the next step's line."""
+    write_run(tmp_path)
+    with (tmp_path / "reports" / "rank-0.jsonl").open("a") as file:
+        file.write('{"step": %d, "generation": 0, "worker": 0, "time_s": 1.0, "loss": 0.25}\n' % STEPS)  # noqa: UP031
+    record = read_record(tmp_path)
+    assert record.steps == STEPS and record.noted_steps == list(range(STEPS + 1))
+
+
 def test_a_line_torn_by_a_death_does_not_hide_the_one_behind_it(tmp_path: Path) -> None:
     file = tmp_path / "reports" / "rank-0.jsonl"
     file.parent.mkdir()
