@@ -37,7 +37,7 @@ test: venv
 check: venv
 	$(RUN)/ruff check .
 	$(RUN)/ruff format --check .
-	$(RUN)/mypy --strict keepstep/core keepstep/wire
+	$(RUN)/mypy --strict --follow-imports=silent keepstep/core keepstep/wire
 	$(RUN)/mypy
 	$(RUN)/python -m pytest -q tests/test_arrows.py
 

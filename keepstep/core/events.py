@@ -111,13 +111,15 @@ class VerdictReached:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateReceived:
-    """A target holds verified state. `sources`: workers it came from."""
+    """A target holds verified state. `sources`: workers it came from. Not `bit_exact`: no record of
+    the rank fitted, so its random state and data position are a twin's."""
 
     worker: int
     generation: int
     transfer_s: float
     bytes: int
     sources: tuple[int, ...]
+    bit_exact: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -222,6 +222,7 @@ class Recovery:
                 transfer_s=copied.seconds,
                 bytes=copied.bytes,
                 sources=copied.sources,
+                bit_exact=copied.bit_exact,
             )
         )
         if not copied.bit_exact:

@@ -16,7 +16,7 @@ from keepstep.errors import ProtectionError
 from keepstep.trainer import rng, values
 from keepstep.trainer.recovery import Copied
 from keepstep.transfer import Manifest, StateServer, TensorSpec, fetch_manifest, receive
-from keepstep.transfer.buffers import view
+from keepstep.transfer.staging import Landing, outgoing
 
 if TYPE_CHECKING:
     from keepstep.trainer.loop import Loop
@@ -66,7 +66,8 @@ class StateExchange:
         )
         key = f"{session.generation_number}/{lineage.digest}"
         self.withdraw()
-        self._server.offer(key, manifest, [view(tensor) for tensor in tensors.values()])
+        buffers = [outgoing(tensor, name) for name, tensor in tensors.items()]
+        self._server.offer(key, manifest, buffers)
         self._offered = key
         session.store.set(f"serve/{session.worker}", self._server.address)
         session.faults.at("transfer_source")
@@ -110,10 +111,11 @@ class StateExchange:
         missing = [spec.name for spec in manifest.tensors if spec.name not in tensors]
         if missing:
             raise ProtectionError(f"this worker has no {missing[0]}: does the script build the same model?")
-        buffers = [view(tensors[spec.name]) for spec in manifest.tensors]
+        landing = Landing(tensors[spec.name] for spec in manifest.tensors)
         result = receive(
-            list(addresses.values()), token, key, manifest, buffers, COPY_TIMEOUT_S, session.copying
+            list(addresses.values()), token, key, manifest, landing.views, COPY_TIMEOUT_S, session.copying
         )
+        landing.land()
         bit_exact = self._become(manifest, lineage.digest, loop)
         session.tell(CopyCompleted())
         store.set(f"copied/{session.worker}", b"1")
