@@ -74,6 +74,7 @@ class Incident:
     def learn_transfer(self, event: StateReceived) -> None:
         self.transfer_s = max(self.transfer_s, event.transfer_s)
         self.transfer_bytes += event.bytes
+        self.bit_exact = self.bit_exact and event.bit_exact
 
     def close(self, now_s: float, resolution: str | None = None) -> None:
         self.closed_s = now_s
@@ -83,7 +84,6 @@ class Incident:
 
     def phases_s(self) -> dict[str, float]:
         """Seconds of each phase; together they make the whole time once the incident is closed."""
-        self.bit_exact = self.bit_exact and event.bit_exact
         detect = max(0.0, self.opened_s - self.first_evidence_s)
         decide = 0.0 if self.announced_s is None else self.announced_s - self.opened_s
         resume = 0.0
