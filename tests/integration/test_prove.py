@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import select
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 SCRIPT = Path(__file__).parent / "scripts" / "train.py"
@@ -107,3 +111,36 @@ def test_a_fault_beyond_the_end_proves_nothing(small: str, tmp_path: Path) -> No
     code, told, said = prove("--kill", "rank=1,step=100", "--keep", str(tmp_path / "kept"), small)
     assert (code, told["deterministic"], told["identical"]) == (4, True, None), said
     assert "the script has 8 steps, the last is step 7" in said
+
+
+@pytest.mark.integration
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ended_by_a_signal_it_leaves_no_process_and_no_folder(
+    number: signal.Signals, small: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    proof = subprocess.Popen(
+        [sys.executable, "-m", "keepstep", "prove", "--kill", "rank=1,step=4", small],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)},
+        stderr=subprocess.PIPE,
+    )
+    assert proof.stderr is not None
+    try:
+        said = b""
+        deadline = time.monotonic() + 90
+        while b"generation 0" not in said:
+            assert time.monotonic() < deadline, said
+            if select.select([proof.stderr], [], [], 1.0)[0]:
+                said += os.read(proof.stderr.fileno(), 4096)
+        family = psutil.Process(proof.pid).children(recursive=True)
+        assert family and list(folder.iterdir())
+        proof.send_signal(number)
+        assert proof.wait(60) == 128 + number
+    finally:
+        proof.kill()
+        proof.wait()
+        proof.stderr.close()
+    _, alive = psutil.wait_procs(family, timeout=30)
+    assert alive == [] and list(folder.iterdir()) == []
