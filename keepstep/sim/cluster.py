@@ -23,7 +23,6 @@ from keepstep.core.actions import (
 )
 from keepstep.core.events import (
     AgentJoined,
-    AgentLost,
     Event,
     Ticked,
     WorkerExited,
@@ -37,8 +36,9 @@ from keepstep.core.worker import WorkerMachine
 from keepstep.core.worker_phase import WorkerPhase
 from keepstep.sim.agenda import Agenda, Channel
 from keepstep.sim.invariants import Invariants, Violation
+from keepstep.sim.mishaps import befall, on_cue
 from keepstep.sim.room import Room
-from keepstep.sim.story import Cue, Mishap, Story
+from keepstep.sim.story import Story
 from keepstep.sim.virtual_worker import VirtualWorker
 
 PATIENCE_S = 3000.0
@@ -97,7 +97,7 @@ class Cluster:
             self._send(self.channels[node], partial(self._hear, joined))
         while self.end is None:
             while self.mishaps and self.mishaps[0].at_event <= self.events:
-                self._befall(self.mishaps.pop(0))
+                befall(self, self.mishaps.pop(0))
             if not self.agenda.run_next():
                 raise Violation(f"nothing can happen any more: training does not resume ({self._picture()})")
             self.events += 1
@@ -162,15 +162,15 @@ class Cluster:
             self.trace.append(f"{self.agenda.now_s:9.3f}  {text}")
         for cue in [cue for cue in self.cues if cue.line in text]:
             self.cues.remove(cue)
-            self.agenda.after(0.0, partial(self._on_cue, cue, text))
+            self.agenda.after(0.0, partial(on_cue, self, cue, text))
 
     # ---- messages -------------------------------------------------------------------------------
 
     def report(self, worker: VirtualWorker, event: Event) -> None:
         """A worker's word to the controller, through its agent; in the order in which it speaks."""
-        self._report(event, worker.channel)
+        self.deliver(event, worker.channel)
 
-    def _report(self, event: Event, channel: Channel) -> None:
+    def deliver(self, event: Event, channel: Channel) -> None:
         channel.send(self.delay(0.01), lambda: self._hear(event))
 
     def _hear(self, event: Event) -> None:
@@ -188,7 +188,7 @@ class Cluster:
             self.crash_pending = False
             self._carry_out(actions[: self.rng.randint(0, len(actions))])
             if self.end is None:
-                self._crash_controller()
+                self.crash_controller()
             return
         self._carry_out(actions)
         self._set_alarm()
@@ -322,86 +322,9 @@ class Cluster:
         )
         if worker.node in self.channels:
             channel = Channel(self.agenda) if status < 0 else worker.channel
-            self._report(event, channel)
+            self.deliver(event, channel)
 
-    def _befall(self, mishap: Mishap) -> None:
-        self.last_mishap_s = self.agenda.now_s
-        if mishap.kind == "controller":
-            self.crash_pending = True
-            return
-        if mishap.kind == "node":
-            self._lose_node()
-            return
-        worker = self._choose(mishap)
-        if worker is not None:
-            self._strike(worker, mishap.kind)
-
-    def _on_cue(self, cue: Cue, line: str) -> None:
-        self.last_mishap_s = self.agenda.now_s
-        match cue.kind:
-            case "controller":
-                self._crash_controller()
-            case "node":
-                self._lose_node()
-            case _:
-                number = int(line.split()[0][1:]) if cue.worker is None else cue.worker
-                self._strike(self.workers[number], cue.kind)
-
-    def _strike(self, worker: VirtualWorker, kind: str) -> None:
-        self.tell(f"*** {kind} w{worker.number} ({worker.machine.phase}@{worker.machine.step_count})")
-        match kind:
-            case "kill":
-                self.exit(worker, -9)
-            case "stop":
-                worker.stopped = True
-                self._suspect(worker, 0.5 + self.delay(0.5), "stopped (state T)")
-                self.agenda.after(self.delay(2.0), lambda: self._continue(worker))
-            case "suspect":
-                self._suspect(worker, 0.0, "no progress, as it seems")
-            case "flaky":
-                if worker.room is not None and worker.number in worker.room.waiting:
-                    worker.room.fail_one(worker)
-
-    def _suspect(self, worker: VirtualWorker, after_s: float, reason: str) -> None:
-        def suspect() -> None:
-            if worker.alive and (worker.stopped or after_s == 0.0) and worker.node in self.channels:
-                event = WorkerSuspected(
-                    worker=worker.number, reason=reason, published=self.page_published(worker)
-                )
-                self._report(event, self.channels[worker.node])
-                self.agenda.after(5.0, suspect)
-
-        self.agenda.after(after_s, suspect)
-
-    def _continue(self, worker: VirtualWorker) -> None:
-        worker.stopped = False
-        backlog, worker.backlog = worker.backlog, []
-        for errand in backlog:
-            if worker.alive:
-                errand()
-
-    def _choose(self, mishap: Mishap) -> VirtualWorker | None:
-        newest = self.controller.state.newest if self.controller is not None else None
-        # After its last gate a worker is unprotected.
-        alive = [w for w in self.workers.values() if w.alive and not w.finished]
-        members = [w for w in alive if newest is not None and w.number in newest.members]
-        if mishap.kind == "flaky":
-            members = [w for w in members if w.room is not None and w.number in w.room.waiting]
-            return members[int(mishap.pick * len(members))] if members else None
-        spares = [w for w in alive if w not in members]
-        pool = {"member": members or alive, "spare": spares or members, "any": alive}[mishap.whom]
-        return pool[int(mishap.pick * len(pool))] if pool else None
-
-    def _lose_node(self) -> None:
-        if len(self.channels) < 2 or any(w.finished for w in self.workers.values()):
-            return
-        self.tell("*** node n1 is lost")
-        del self.channels["n1"]
-        for worker in [w for w in self.workers.values() if w.alive and w.node == "n1"]:
-            self.exit(worker, -9)
-        self._report(AgentLost(node="n1", reason="no heartbeat"), Channel(self.agenda))
-
-    def _crash_controller(self) -> None:
+    def crash_controller(self) -> None:
         self.tell("*** the controller crashes")
         self.controller = None
         self.ticket += 1
