@@ -192,7 +192,7 @@ HOLES = {
     ),
     "fence and tag": Hole(
         world=World(shards="aa", spares=3, steps=1, crash=1, zombie=1, controller=1),
-        finding="",
+        finding="replicas diverged",
         options={"rules": Rules(fence=False), "decide": without_tag},
     ),
     "donor": Hole(
