@@ -33,18 +33,16 @@ def test_a_few_random_kills_cost_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
-def test_many_random_kills_cost_nothing(tmp_path: Path) -> None:
-    """`make soak`: KEEPSTEP_SOAK_KILLS kills, another seed every time."""
+def test_many_random_kills_cost_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """`make soak`: KEEPSTEP_SOAK_KILLS kills, another seed every time; told while it goes on."""
     seed = chosen_seed(random.SystemRandom().randrange(1_000_000))
     kills = int(os.environ.get("KEEPSTEP_SOAK_KILLS", "50"))
-    with open(os.dup(2), "w", encoding="utf-8") as terminal:
-
-        def say(text: str) -> None:
-            print(text, file=terminal, flush=True)
-
-        say(f"seed {seed}: repeat with KEEPSTEP_SOAK_SEED={seed} make soak SOAK_KILLS={kills}")
-        count = soak(tmp_path, seed, kills, say=say)
-        say(told(seed, count))
+    with capfd.disabled():
+        print(
+            f"\nseed {seed}: repeat with KEEPSTEP_SOAK_SEED={seed} make soak SOAK_KILLS={kills}", flush=True
+        )
+        count = soak(tmp_path, seed, kills, say=lambda text: print(text, flush=True))
+        print(told(seed, count), flush=True)
     assert count.kills >= kills
 
 
