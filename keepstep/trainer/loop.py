@@ -134,12 +134,14 @@ class Loop:
             self._boundary()
         if self._until is not None and self.session.machine.step_count >= self._until:
             return None
-        batch = None
-        if self._cursor is not None:
-            try:
-                batch = self._cursor.next_batch()
-            except StopIteration:
-                return None
+        if self._cursor is None:
+            fetched = self.recorder.start_rng if not self._served else rng.capture()
+            self._served.append(Served(None, fetched))
+            return self._make_step(None)
+        try:
+            batch = self._cursor.next_batch()
+        except StopIteration:
+            return None
         self._served.append(Served(batch, rng.capture()))
         return self._make_step(batch)
 

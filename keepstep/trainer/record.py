@@ -7,6 +7,7 @@ memory stays what a redo needs: values, buffers and gradients as the step found 
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ class Recorder:
         self._protected = protected
         self._record_bytes = record_bytes
         self._recorded_buffers: list[str] = []
+        self._packed: dict[str, tuple[Any, bytes]] = {}
         self._written: dict[str, Any] = {}
         self._written_key: tuple[int, str] | None = None
         self._remembered_step = -1
@@ -33,9 +35,10 @@ class Recorder:
         self._buffers: dict[str, torch.Tensor] = {}
         self._had_gradient: list[bool] = []
         self._gradients: list[torch.Tensor | None] = []
-        self._stale: list[int] = []
+        self._stale: list[weakref.ref[torch.Tensor] | None] = []
         self._keeps_gradients = False
         self.late_changes = False
+        self.start_rng: dict[str, Any] = {}  # at the start of the step under way
 
     @property
     def recorded_buffers(self) -> tuple[str, ...]:
@@ -57,6 +60,7 @@ class Recorder:
     def write_start(self, step: int, lineage: str, cursor: dict[str, Any] | None, closed_gates: int) -> None:
         """The record of the step that begins: `step` commits, then this is the rank's state."""
         piece = self._piece(cursor, closed_gates)
+        self.start_rng = piece["rng"]
         if self._written_key == (step, lineage) and self._same(piece):
             return  # the gate's record said the same
         if self._written_key == (step, lineage):
@@ -68,7 +72,7 @@ class Recorder:
         self._write("gate", step, lineage, self._piece(cursor, closed_gates))
 
     def _write(self, kind: str, step: int, lineage: str, piece: dict[str, Any]) -> None:
-        payload = values.to_bytes(piece)
+        payload = values.to_bytes({**piece, "rng": self._packed_rng(piece["rng"])})
         if len(payload) > self._record_bytes:
             raise UsageError(
                 f"the record of this rank has {len(payload)} bytes, the limit is {self._record_bytes}: "
@@ -76,6 +80,19 @@ class Recorder:
             )
         self._page.write_record(kind, step, lineage, payload)
         self._written, self._written_key = piece, (step, lineage)
+
+    def _packed_rng(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The generators' state; one that has not moved since the last record is not packed again."""
+        packed: dict[str, Any] = {}
+        for name, part in state.items():
+            if isinstance(part, torch.Tensor):
+                packed[name] = part
+                continue
+            kept = self._packed.get(name)
+            if kept is None or kept[0] is not part:
+                kept = self._packed[name] = (part, values.to_bytes(part))
+            packed[name] = kept[1]
+        return packed
 
     def _largest(self, piece: dict[str, Any]) -> str:
         sizes = {f"buffer {name}": tensor.nbytes for name, tensor in piece["buffers"].items()}
@@ -102,6 +119,10 @@ class Recorder:
         """Become what the record says, but for the random generators and the cursor: the caller restores
         those, in this order: `cursor`, then `rng`. Returns the record."""
         record: dict[str, Any] = values.from_bytes(payload)
+        record["rng"] = {
+            name: values.from_bytes(part) if isinstance(part, bytes) else part
+            for name, part in record["rng"].items()
+        }
         buffers = self._protected.buffers()
         with torch.no_grad():
             for name, tensor in record["buffers"].items():
@@ -124,7 +145,7 @@ class Recorder:
         parameters = self._parameters()
         gradients = [parameter.grad for parameter in parameters]
         self._had_gradient = [gradient is not None for gradient in gradients]
-        self._stale = [id(gradient) if gradient is not None else 0 for gradient in gradients]
+        self._stale = [None if gradient is None else weakref.ref(gradient) for gradient in gradients]
         if self._keeps_gradients:
             self._gradients = [None if g is None else g.detach().clone() for g in gradients]
         self._protected.watch_mutations()
@@ -161,7 +182,7 @@ class Recorder:
                 )
             self._recorded_buffers = sorted([*self._recorded_buffers, name])
         if not self._keeps_gradients and any(
-            old and parameter.grad is not None and id(parameter.grad) == old
+            old is not None and parameter.grad is not None and old() is parameter.grad
             for old, parameter in zip(self._stale, self._parameters(), strict=False)
         ):
             # The block neither drops the old gradients nor starts without any: a redo needs them.
