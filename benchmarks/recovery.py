@@ -7,6 +7,7 @@ with an undisturbed run of the same script. What the clock measures: keepstep.cl
 
 from __future__ import annotations
 
+import contextlib
 import random
 import signal
 import tempfile
@@ -22,8 +23,8 @@ from keepstep.cli.jobs import Harm, JobFailed, LaunchedJob
 from keepstep.cli.reports import Reports, compare, kill_to_next_new_step_s, recomputation
 
 JOB = Path(__file__).resolve().parent / "recovery_job.py"
-BURST_STEPS = 30
-EARLIEST, LATEST = 8, 20  # the step of a burst in which a worker is harmed
+BURST_STEPS = 60
+EARLIEST, LATEST = 4, 16  # the step of a burst in which a worker is harmed
 START_LIMIT_S, RESUME_LIMIT_S, END_LIMIT_S = 120.0, 60.0, 120.0
 SEED = 1
 ENVIRONMENT = {"KEEPSTEP_FINGERPRINT": "1"}
@@ -31,25 +32,26 @@ ENVIRONMENT = {"KEEPSTEP_FINGERPRINT": "1"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """Harms of one kind, in one job. `figure` names the median in the JSON."""
+    """One job and what is done to it, burst by burst: (name of the figure, signal)."""
 
-    figure: str
+    name: str
     parallel: str
     ranks: int
     readiness: str
-    signals: tuple[signal.Signals, ...]
+    harms: tuple[tuple[str, signal.Signals], ...]
+    steps: int
 
     @property
-    def steps(self) -> int:
-        return BURST_STEPS * (len(self.signals) + 1)
+    def arguments(self) -> list[str]:
+        return ["--parallel", self.parallel, "--steps", str(self.steps)]
 
 
 @dataclass(slots=True)
 class Result:
-    """What one job came to. `times_s` holds one time for each harm."""
+    """What one job came to: seconds by figure, one for each harm."""
 
     series: Series
-    times_s: list[float] = field(default_factory=list)
+    times_s: dict[str, list[float]] = field(default_factory=dict)
     identical: bool = False
     difference: str = ""
     committed_steps_lost: int = 0
@@ -58,9 +60,9 @@ class Result:
 
 def measure(series: Series, folder: Path, choice: random.Random) -> tuple[Result, Reports]:
     """Run one job and harm it once in every burst but the first."""
-    permit = folder / f"{series.figure}.permit"
+    permit = folder / f"{series.name}.permit"
     permit.write_text(str(BURST_STEPS))
-    arguments = ["--parallel", series.parallel, "--steps", str(series.steps), "--permit", str(permit)]
+    arguments = [*series.arguments, "--permit", str(permit)]
     if series.readiness == "hot":
         arguments.append("--symmetric")
     result = Result(series)
@@ -69,21 +71,22 @@ def measure(series: Series, folder: Path, choice: random.Random) -> tuple[Result
         arguments,
         ranks=series.ranks,
         spares=1,
-        run_dir=folder / series.figure,
+        run_dir=folder / series.name,
         environment=ENVIRONMENT,
     ) as job:
-        for burst, number in enumerate(series.signals, start=1):
+        for burst, (figure, number) in enumerate(series.harms, start=1):
             await_quiet(job, series, burst * BURST_STEPS)
             permit_steps(permit, (burst + 1) * BURST_STEPS)
             harm = strike_in_burst(job, series, burst * BURST_STEPS, number, choice)
-            result.times_s.append(await_new_step(job, harm))
+            result.times_s.setdefault(figure, []).append(await_new_step(job, harm))
+        permit_steps(permit, series.steps)
         code = job.wait_for_exit(timeout_s=END_LIMIT_S, each_poll=job.reader.poll)
         if code != 0:
-            raise JobFailed(f"{series.figure}: the job ended with {code}:\n{job.last_output()}")
+            raise JobFailed(f"{series.name}: the job ended with {code}:\n{job.last_output()}")
         reports = job.reader.reports
         incidents = job.incidents()
-    if len(incidents) != len(series.signals):
-        raise JobFailed(f"{series.figure}: {len(series.signals)} signals, {len(incidents)} incidents")
+    if len(incidents) != len(series.harms):
+        raise JobFailed(f"{series.name}: {len(series.harms)} signals, {len(incidents)} incidents")
     twice = recomputation(line for lines in reports.lines.values() for line in lines)
     lost = sum(int(incident["steps_lost"]) for incident in incidents)
     result.committed_steps_lost = max(twice.committed_steps_lost, lost)
@@ -152,35 +155,67 @@ def await_new_step(job: LaunchedJob, harm: Harm) -> float:
     return took_s
 
 
-def undisturbed(series: list[Series], folder: Path) -> Mapping[tuple[str, int], Reports]:
-    """One run without harm for each script that was run, by (parallel, steps)."""
-    wanted = {(one.parallel, one.steps): one for one in series}
-    found = {}
-    for (parallel, steps), one in wanted.items():
-        with LaunchedJob(
-            JOB,
-            ["--parallel", parallel, "--steps", str(steps)],
-            ranks=one.ranks,
-            spares=0,
-            run_dir=folder / f"undisturbed-{parallel}-{steps}",
-            environment=ENVIRONMENT,
-        ) as job:
+def undisturbed(series: list[Series], folder: Path) -> Mapping[str, Reports]:
+    """One run without harm for each way to be parallel; nothing is timed, so all at once."""
+    wanted = {one.parallel: one for one in series}
+    with contextlib.ExitStack() as running:
+        jobs = {
+            parallel: running.enter_context(
+                LaunchedJob(
+                    JOB,
+                    one.arguments,
+                    ranks=one.ranks,
+                    spares=0,
+                    run_dir=folder / f"undisturbed-{parallel}",
+                    environment=ENVIRONMENT,
+                )
+            )
+            for parallel, one in wanted.items()
+        }
+        for parallel, job in jobs.items():
             if job.wait_for_exit(timeout_s=END_LIMIT_S) != 0:
                 raise JobFailed(f"the undisturbed {parallel} run failed:\n{job.last_output()}")
             job.reader.poll()
-            found[parallel, steps] = job.reader.reports
-    return found
+        return {parallel: job.reader.reports for parallel, job in jobs.items()}
 
 
 def plan(quick: bool) -> list[Series]:
+    """The jobs. Those of one kind of parallelism take the same number of steps, hence one undisturbed run."""
     kill, stop = signal.SIGKILL, signal.SIGSTOP
-    hot, warm, stops = (1, 1, 1) if quick else (20, 6, 6)
-    return [
-        Series(figure="ddp3_hot_kill_s", parallel="ddp", ranks=3, readiness="hot", signals=(kill,) * hot),
-        Series(figure="hsdp4_hot_kill_s", parallel="hsdp", ranks=4, readiness="hot", signals=(kill,) * hot),
-        Series(figure="ddp3_warm_kill_s", parallel="ddp", ranks=3, readiness="warm", signals=(kill,) * warm),
-        Series(figure="ddp3_stop_s", parallel="ddp", ranks=3, readiness="hot", signals=(stop,) * stops),
-    ]
+    jobs, kills, warm_jobs, warm_kills = (1, 1, 1, 1) if quick else (4, 5, 2, 3)
+    steps = BURST_STEPS * (kills + 2)
+    found = []
+    for number in range(jobs):
+        harms = (("ddp3_hot_kill_s", kill),) * kills + (("ddp3_stop_s", stop),)
+        found.append(
+            Series(
+                name=f"ddp3-hot-{number}", parallel="ddp", ranks=3, readiness="hot", harms=harms, steps=steps
+            )
+        )
+        harms = (("hsdp4_hot_kill_s", kill),) * kills
+        found.append(
+            Series(
+                name=f"hsdp4-hot-{number}",
+                parallel="hsdp",
+                ranks=4,
+                readiness="hot",
+                harms=harms,
+                steps=steps,
+            )
+        )
+    for number in range(warm_jobs):
+        harms = (("ddp3_warm_kill_s", kill),) * warm_kills
+        found.append(
+            Series(
+                name=f"ddp3-warm-{number}",
+                parallel="ddp",
+                ranks=3,
+                readiness="warm",
+                harms=harms,
+                steps=steps,
+            )
+        )
+    return found
 
 
 def run_all(series: list[Series]) -> list[Result]:
@@ -190,15 +225,24 @@ def run_all(series: list[Series]) -> list[Result]:
         measured = [measure(one, folder, choice) for one in series]
         calm = undisturbed(series, folder)
         for result, reports in measured:
-            compared = compare(calm[result.series.parallel, result.series.steps], reports)
+            compared = compare(calm[result.series.parallel], reports)
             result.identical, result.difference = compared.identical, compared.difference
     return [result for result, _ in measured]
 
 
+def times_by_figure(results: list[Result]) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {}
+    for one in results:
+        for figure, times_s in one.times_s.items():
+            found.setdefault(figure, []).extend(times_s)
+    return found
+
+
 def figures(results: list[Result]) -> dict[str, float]:
     """The names are those that the README and the JSON use."""
-    found: dict[str, float] = {one.series.figure: median(one.times_s) for one in results}
-    found["kills"] = sum(len(one.times_s) for one in results)
+    times = times_by_figure(results)
+    found: dict[str, float] = {figure: median(times_s) for figure, times_s in times.items()}
+    found["kills"] = sum(map(len, times.values()))
     found["runs"] = len(results)
     found["identical_runs"] = sum(one.identical for one in results)
     found["committed_steps_lost"] = sum(one.committed_steps_lost for one in results)
@@ -208,24 +252,21 @@ def figures(results: list[Result]) -> dict[str, float]:
 
 def main(chosen: Options) -> None:
     results = run_all(plan(chosen.quick))
+    rows = [
+        (figure, len(times_s), median(times_s), min(times_s), max(times_s))
+        for figure, times_s in times_by_figure(results).items()
+    ]
+    print(table(("signal to the next new step", "harms", "median s", "min s", "max s"), rows))
+    found = figures(results)
     print(
-        table(
-            ("figure", "ranks", "spare", "harms", "median s", "min s", "max s", "identical", "recomputed"),
-            [
-                (
-                    *(one.series.figure, one.series.ranks, one.series.readiness, len(one.times_s)),
-                    *(median(one.times_s), min(one.times_s), max(one.times_s)),
-                    *("yes" if one.identical else "NO", one.recomputed_most),
-                )
-                for one in results
-            ],
-        )
+        f"\n{found['identical_runs']:.0f} of {found['runs']:.0f} harmed jobs equal the undisturbed one bit for bit; "
+        f"committed steps lost {found['committed_steps_lost']:.0f}; "
+        f"steps computed again by one harm, at most {found['recomputed_max']:.0f}"
     )
     for one in results:
         if not one.identical:
-            print(f"{one.series.figure}: {one.difference}")
-    print('\nsignal to the next new step of the rank; "recomputed": most steps that one harm cost')
-    write(chosen, figures(results), {"choice": SEED}, ("psutil",))
+            print(f"{one.series.name}: {one.difference}")
+    write(chosen, found, {"choice": SEED}, ("psutil",))
 
 
 if __name__ == "__main__":
