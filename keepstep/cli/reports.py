@@ -7,6 +7,7 @@ several lines; the last one counts.
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -126,6 +127,11 @@ def compare(reference: Reports, run: Reports) -> Comparison:
     return Comparison(identical=not difference, steps=steps, ranks=len(ranks), difference=difference)
 
 
+def _bits(values: Mapping[str, float]) -> dict[str, bytes]:
+    """As bytes, so that 0.0 and -0.0 differ and a NaN equals itself."""
+    return {name: struct.pack("<d", value) for name, value in values.items()}
+
+
 def _first_difference(reference: Reports, run: Reports) -> str:
     if not reference.lines:
         return "the undisturbed run reported nothing"
@@ -138,7 +144,7 @@ def _first_difference(reference: Reports, run: Reports) -> str:
             if step not in ours or step not in theirs:
                 where = "with the fault" if step in ours else "in the undisturbed run"
                 return f"step {step}, rank {rank}: no report {where}"
-            if ours[step].values != theirs[step].values:
+            if _bits(ours[step].values) != _bits(theirs[step].values):
                 return f"step {step}, rank {rank}: {dict(ours[step].values)} and {dict(theirs[step].values)}"
     for rank in reference.ranks():
         mine, other = reference.finals.get(rank), run.finals.get(rank)

@@ -229,8 +229,13 @@ class Run:
     def report(self, **values: Any) -> None:
         """Note numbers of the step under way (its loss), before optimizer.step(): each committed step has
         exactly one line in the run directory's reports."""
-        if self._reports is not None and self.live:
-            self._reports.add(values)
+        if self._reports is None or not self.live:
+            return
+        if self._loop is not None and self._loop.in_block and self._loop.gate.passed:
+            raise UsageError(
+                "run.report() after optimizer.step(): a rank that died in between would leave no line. Report before it."
+            )
+        self._reports.add(values)
 
     def finish(self, work: Callable[[], None]) -> None:
         """Do `work` once, on rank 0, after the loop, protected: if its player dies, the replacement does it."""

@@ -6,16 +6,20 @@ happens once in a job: a marker in the run directory tells the replacement.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils.hooks import RemovableHandle
 
 from keepstep.core.faults import Fault, fault_from_mapping, parse_fault
 
@@ -43,6 +47,7 @@ class Faults:
         self._session = session
         self._random = random.Random(os.environ.get("KEEPSTEP_FAULT_SEED", str(os.getpid())))
         self._step_s = 0.01
+        self._hooks: list[RemovableHandle] = []
 
     @classmethod
     def from_environment(cls, session: Session) -> Faults:
@@ -63,10 +68,9 @@ class Faults:
             if fault.at == "random" and self._claim(number):
                 self._in_a_moment(fault, self._random.uniform(0.0, self._step_s))
             elif fault.at == "forward":
-                self._on_module(number, fault, torch.nn.modules.module.register_module_forward_hook, 1)
+                self._on_forward(functools.partial(self._strike, number, fault))
             elif fault.at == "backward":
-                hook = torch.nn.modules.module.register_module_full_backward_hook
-                self._on_module(number, fault, hook, BACKWARDS_BEFORE_FAULT)
+                self._in_backward(number, fault)
 
     def begin_update(self) -> None:
         """Arm the faults that strike while the optimizer works."""
@@ -75,8 +79,8 @@ class Faults:
                 self._in_a_moment(fault, self._random.uniform(0.0, 0.002))
 
     def note_step_time(self, seconds: float) -> None:
-        """How long a step takes: a random fault strikes within it."""
-        self._step_s = seconds
+        """How long a step takes: a random fault strikes within it (a recovery is no step's time)."""
+        self._step_s = min(seconds, 2 * self._step_s)
 
     def _due(self, *, at_target: bool = False) -> list[tuple[int, Fault]]:
         """The faults for this rank and step; `at_target`: the step is the verdict's, not yet one's own."""
@@ -98,7 +102,7 @@ class Faults:
             return False
         return True
 
-    def _strike(self, number: int, fault: Fault) -> None:
+    def _strike(self, number: int, fault: Fault, *_: object) -> None:
         if self._claim(number):
             os.kill(os.getpid(), SIGNALS[fault.kind])
 
@@ -107,14 +111,27 @@ class Faults:
         timer.daemon = True
         timer.start()
 
-    def _on_module(self, number: int, fault: Fault, register: object, calls: int) -> None:
+    def _in_backward(self, number: int, fault: Fault) -> None:
+        """Strike when the gradient of the second tensor arrives. Hooks on tensors leave the graph alone."""
         seen = 0
 
-        def strike(*_: object) -> None:
+        def arrived(_: torch.Tensor) -> None:
             nonlocal seen
             seen += 1
-            if seen == calls:
+            if seen == BACKWARDS_BEFORE_FAULT:
                 self._strike(number, fault)
-                handle.remove()
 
-        handle = register(strike)  # type: ignore[operator]
+        def watch(output: object) -> None:
+            if isinstance(output, torch.Tensor) and output.requires_grad:
+                output.register_hook(arrived)
+
+        self._on_forward(watch)
+
+    def _on_forward(self, work: Callable[[object], None]) -> None:
+        """Call `work` with each module's output until the block ends."""
+        self._hooks.append(register_module_forward_hook(lambda module, inputs, output: work(output)))
+
+    def end_block(self) -> None:
+        """Take the hooks away again."""
+        while self._hooks:
+            self._hooks.pop().remove()

@@ -202,6 +202,7 @@ class Loop:
         """`with step:` ends. True: the exception is swallowed, the step is served again."""
         self.in_block = False
         session = self.session
+        session.faults.end_block()
         if session.rehearsing:
             if error is None and self.gate.passed:
                 self._rehearsed += 1

@@ -10,13 +10,14 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from keepstep.core.actions import Announce, Release, StandBy
 from keepstep.core.events import Complained
 from keepstep.core.types import Generation
-from keepstep.core.worker import WorkerMachine
+from keepstep.core.worker import WorkerMachine, WorkerPhase
 from keepstep.core.worker_events import (
     ApplyUpdate,
     CollectiveFailed,
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
 EXIT_FENCED = 73
 EXIT_STRANDED = 76
 STRANDED_TIMEOUT_S = 600.0
+COMPLAINT_REPEAT_S = 5.0
+AWAITING = frozenset({WorkerPhase.WAIT, WorkerPhase.LOAD})
 
 
 class Released(BaseException):
@@ -192,6 +195,7 @@ class Session:
 
     def next_action(self) -> WorkerAction:
         """Wait for what to do next. Raises Released. The link's orphan timeout bounds the wait."""
+        repeat_s = time.monotonic() + COMPLAINT_REPEAT_S
         with self.lock:
             while True:
                 if self.released:
@@ -199,6 +203,10 @@ class Session:
                 if self.todo:
                     return self.todo.popleft()
                 self.lock.wait(1.0)
+                if time.monotonic() > repeat_s and self.machine.phase in AWAITING:
+                    # A complaint may have died with a controller: a waiting worker says it again.
+                    repeat_s = time.monotonic() + COMPLAINT_REPEAT_S
+                    self.tell(CollectiveFailed(reason="still waits for a generation"))
 
     def is_current(self, generation: Generation) -> bool:
         """Whether `generation` is still the one to work for (call with the lock held to act on it)."""
