@@ -83,6 +83,8 @@ class RunRecord:
                 at += len(text) + 1
 
     def _take(self, rank: int, entry: dict[str, Any], path: Path, offset: int, size: int) -> None:
+        if entry.get("resumed"):
+            return  # a time, no value
         if "tensors" in entry:
             prints = Prints(_sum(entry["tensors"]), path, offset, size)
             if entry.get("final"):

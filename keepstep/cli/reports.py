@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+HEAD = ("step", "generation", "worker", "time_s")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
@@ -46,6 +48,7 @@ class Reports:
 
     lines: dict[int, list[Line]] = field(default_factory=dict)
     finals: dict[int, Final] = field(default_factory=dict)
+    commits: dict[int, list[Line]] = field(default_factory=dict)  # the first commit of each generation
     unreadable_lines: int = 0
 
     def counted(self, rank: int) -> dict[int, Line]:
@@ -93,7 +96,12 @@ class ReportReader:
             return None
         if entry.pop("fingerprint", False):
             return None
-        head = {name: entry.pop(name) for name in ("step", "generation", "worker", "time_s")}
+        if entry.pop("resumed", False):
+            self.reports.commits.setdefault(rank, []).append(
+                Line(rank=rank, values={}, **{name: entry[name] for name in HEAD})
+            )
+            return None
+        head = {name: entry.pop(name) for name in HEAD}
         line = Line(rank=rank, values=entry, **head)
         self.reports.lines.setdefault(rank, []).append(line)
         return line
@@ -160,9 +168,9 @@ def kill_to_next_new_step_s(reports: Reports, rank: int, killed_at_s: float) -> 
     """Seconds from a signal to the first new step of whoever plays `rank` afterwards.
 
     The clock starts at the signal (unix time, taken just before it is sent). It stops when the rank's
-    replacement, in a newer generation, reports a step that not every rank had reported before the signal.
-    A step is reported as it enters the gate, with its gradients complete. So a step that is computed again
-    after all had reported it does not count as new; the next one does. None: no such line.
+    replacement has committed, in a newer generation, a step that not every rank had reported before the
+    signal: its update is applied and its block has ended. Where all had reported the step already (it was
+    computed again), it is not new: the clock goes on to the report of the next one. None: no such line.
     """
     before = {r: {ln.step for ln in lines if ln.time_s <= killed_at_s} for r, lines in reports.lines.items()}
     reported_by_all = set.intersection(*before.values()) if before else set()
@@ -170,12 +178,18 @@ def kill_to_next_new_step_s(reports: Reports, rank: int, killed_at_s: float) -> 
         (ln.generation for lines in reports.lines.values() for ln in lines if ln.time_s <= killed_at_s),
         default=-1,
     )
-    new = (
-        line.time_s
-        for line in reports.lines.get(rank, ())
-        if line.time_s > killed_at_s and line.generation > generation and line.step not in reported_by_all
+    later = [line for line in reports.lines.get(rank, ()) if line.generation > generation]
+    # The step that the replacement begins with is new by its commit, not yet by its report at the gate.
+    begun_with = min((line.step for line in later), default=-1)
+    candidates = [*reports.commits.get(rank, ()), *(line for line in later if line.step != begun_with)]
+    first = min(
+        (
+            line.time_s
+            for line in candidates
+            if line.generation > generation and line.time_s > killed_at_s and line.step not in reported_by_all
+        ),
+        default=None,
     )
-    first = min(new, default=None)
     return None if first is None else first - killed_at_s
 
 

@@ -356,7 +356,15 @@ class Loop:
                 self.exchange.await_copies(targets)
 
     def _send_resumed(self) -> None:
+        """The first committed step of a generation: told to the controller, and stamped in the reports."""
         session = self.session
+        assert session.rank is not None
+        line = {
+            "resumed": True,
+            "step": session.machine.step_count - 1,
+            "generation": session.generation_number,
+        }
+        self.reports.write(session.rank, line)
         session.link.send(
             Resumed(
                 worker=session.worker, generation=session.generation_number, step=session.machine.step_count

@@ -30,6 +30,10 @@ def step(
     return {"step": number, "generation": generation, "worker": worker, "time_s": time_s, "loss": loss}
 
 
+def resumed(number: int, time_s: float, *, generation: int = 1, worker: int = 2) -> dict[str, object]:
+    return {"resumed": True, "step": number, "generation": generation, "worker": worker, "time_s": time_s}
+
+
 def final(number: int, digest: str = "aa") -> dict[str, object]:
     return {
         "final": True,
@@ -95,12 +99,16 @@ def test_what_is_missing_is_never_identical(tmp_path: Path, missing: str) -> Non
     assert not compare(part, whole).identical
 
 
-def test_the_clock_of_a_recovery_stops_at_the_first_step_that_not_all_had_reported(tmp_path: Path) -> None:
+def test_the_clock_of_a_recovery_stops_at_the_first_commit_of_a_step_that_not_all_had_reported(
+    tmp_path: Path,
+) -> None:
     write(tmp_path, 0, step(4, 10.0), step(5, 10.2), step(5, 10.9, generation=1), step(6, 11.2, generation=1))
     write(tmp_path, 1, step(4, 10.0), step(5, 10.2))
-    write(tmp_path, 1, step(5, 11.0, generation=1, worker=2), step(6, 11.3, generation=1, worker=2))
+    write(tmp_path, 1, step(5, 11.0, generation=1, worker=2))
+    assert kill_to_next_new_step_s(read_reports(tmp_path), 1, 10.1) is None  # 5 is at its gate
+    write(tmp_path, 1, resumed(5, 11.1), step(6, 11.3, generation=1, worker=2))
     reports = read_reports(tmp_path)
-    assert kill_to_next_new_step_s(reports, 1, 10.1) == pytest.approx(0.9)  # 5 was nobody's yet
+    assert kill_to_next_new_step_s(reports, 1, 10.1) == pytest.approx(1.0)  # 5 was nobody's yet
     assert kill_to_next_new_step_s(reports, 1, 10.5) == pytest.approx(0.8)  # 5 was everybody's: 6 is new
     assert kill_to_next_new_step_s(reports, 1, 12.0) is None
 
