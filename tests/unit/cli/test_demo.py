@@ -36,6 +36,8 @@ def reports(*, kill_after: int | None = None, digest: str = "aa") -> Reports:
                 values={"loss": 3.0 - 0.1 * step},
             )
             found.lines.setdefault(rank, []).append(line)
+            if struck and rank not in found.commits:
+                found.commits[rank] = [line]
     for rank in (0, 1):
         found.finals[rank] = Final(rank=rank, step=10, digest=digest, tensors={})
     return found
