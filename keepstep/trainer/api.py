@@ -60,6 +60,11 @@ def _init_protected(
     session = Session(Identity.from_environment())
     session.ends = Ends(session)
     session.device_type = "cuda" if backend is not None and "nccl" in backend else "cpu"
+    if session.device_type == "cuda":
+        from keepstep.trainer.nccl import ENVIRONMENT
+
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
     session.page.enter(Phase.PARKED)
     session.link.send(WorkerParked(worker=session.worker, readiness="warm"))
     generation = session.await_rank(symmetric=symmetric)

@@ -1,6 +1,6 @@
 """Inner NCCL groups, with the same face as `keepstep.trainer.gloo`. UNTESTED: no GPU was at hand.
 
-Written after docs/gpu.md's reading of NCCL: abort() frees spinning kernels, so collectives on the
+docs/gpu.md says what this rests on: abort() frees spinning kernels, so collectives on the
 GPU end with rubbish; a blocking initialisation cannot be aborted, hence nonblocking with a short
 timeout. Tensors on the CPU go through a gloo group made beside it.
 """
