@@ -32,7 +32,7 @@ demo: venv
 	$(RUN)/keepstep demo --out build/demo
 
 test: venv
-	$(RUN)/python -m pytest tests -m "not soak"
+	$(RUN)/python -m pytest tests -m "not soak" -n 3
 
 check: venv
 	$(RUN)/ruff check .

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import functools
+import fcntl
+import hashlib
 import json
 import os
 import subprocess
@@ -85,12 +86,17 @@ def run_job(
     return Job(ended.returncode, ended.stdout, run_dir)
 
 
-@functools.cache
 def reference(folder: Path, arguments: tuple[str, ...], ranks: int) -> Job:
-    """The undisturbed run, made once per session and set of arguments."""
-    job = run_job(folder / f"reference-{abs(hash((arguments, ranks)))}", arguments, ranks=ranks)
-    assert job.status == 0, job.output + job.worker_log()
-    return job
+    """The undisturbed run, made once for all test processes of a session, by whoever needs it first."""
+    name = hashlib.sha256(repr((arguments, ranks)).encode()).hexdigest()[:12]
+    run_dir, output = folder / name, folder / f"{name}.out"
+    with (folder / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not output.exists():
+            job = run_job(run_dir, arguments, ranks=ranks)
+            assert job.status == 0, job.output + job.worker_log()
+            output.write_text(job.output)
+    return Job(0, output.read_text(), run_dir)
 
 
 def assert_identical(undisturbed: Job, disturbed: Job) -> Comparison:

@@ -14,12 +14,6 @@ RANKS = {DDP: 3, HSDP: 4}
 PARALLELS = pytest.mark.parametrize("arguments", [DDP, HSDP], ids=["ddp", "hsdp"])
 
 
-@pytest.fixture(scope="session")
-def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the undisturbed runs of this session lie."""
-    return tmp_path_factory.mktemp("references")
-
-
 def check(job: Job, undisturbed: Job, *, incidents: int = 1, recomputed_max: int = 1) -> None:
     """Identical, and the ledger says that nothing that was committed was lost."""
     assert_identical(undisturbed, job)

@@ -20,12 +20,6 @@ FEATURES = {
 }
 
 
-@pytest.fixture(scope="session")
-def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the undisturbed runs of this session lie."""
-    return tmp_path_factory.mktemp("references")
-
-
 @pytest.mark.parametrize("name", FEATURES)
 @pytest.mark.parametrize("place", ["backward", "after_gate"])
 def test_a_feature_survives_a_kill(name: str, place: str, references: Path, tmp_path: Path) -> None:

@@ -11,19 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
-import pytest
 
 from keepstep.cli.reports import read_reports
 from tests.integration.jobs import Job, assert_identical, command, environment, reference, run_job
 
 DDP = ("--parallel", "ddp", "--until", "60", "--step-s", "0.1", "--workers", "1")
 WAIT_S = 60.0
-
-
-@pytest.fixture(scope="session")
-def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the undisturbed runs of this session lie."""
-    return tmp_path_factory.mktemp("references")
 
 
 def wait_for(condition: Callable[[], object], what: str) -> None:
