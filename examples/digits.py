@@ -1,6 +1,6 @@
 """The quick start: a small network learns to tell ten noisy patterns apart.
 
-    keepstep run --nproc-per-node 2 --spares 1 examples/digits.py
+keepstep run --nproc-per-node 2 --spares 1 examples/digits.py
 """
 
 import torch

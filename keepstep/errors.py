@@ -32,7 +32,7 @@ class InvariantError(KeepstepError):
     """A promise of Keepstep's own code is broken. The message tells state, event and history."""
 
 
-class StepInterrupted(BaseException):  # noqa: N818 - it is no error
+class StepInterrupted(BaseException):
     """Unwinds the user's code out of a step (or an aside) that is served again.
 
     A BaseException, so that `except Exception` in a training loop does not swallow it.
