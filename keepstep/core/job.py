@@ -72,6 +72,7 @@ class JobMachine:
             self._take(event, now_s)
             miss_absent(state, now_s)
             pursue(state, now_s)
+            self._let_spares_rehearse()
         actions, state.actions = state.actions, []
         return actions
 
@@ -149,8 +150,13 @@ class JobMachine:
             self.state.kill(worker.number, "it was built for a world that is started again")
             return
         worker.standing, worker.readiness = Standing.PARKED, event.readiness
-        if not self.state.restarting and not self.state.finishing:
-            self.state.stand_by(worker)
+
+    def _let_spares_rehearse(self) -> None:
+        """Only a spare that no rank waits for: the others are about to be told which rank to build."""
+        state = self.state
+        if state.over is None and not state.restarting and not state.finishing and state.waiting is None:
+            for worker in state.spares():
+                state.stand_by(worker)
 
     def _worker_exited(self, event: WorkerExited, now_s: float) -> None:
         state = self.state

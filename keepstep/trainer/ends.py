@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TextIO
 from keepstep.core.events import ScriptFailed, UsageRefused, WorkerFinished
 from keepstep.errors import UsageError
 from keepstep.trainer import blame
+from keepstep.trainer.elastic import Place
 from keepstep.trainer.session import Released
 
 if TYPE_CHECKING:
@@ -115,6 +116,9 @@ class Ends:
 
     def _on_exit(self) -> None:
         session = self._session
+        if not self._failed and session.live and session.groups.place is Place.SETUP:
+            message = "the script ended without reaching run.steps(): there is nothing to protect"
+            session.link.send(UsageRefused(worker=session.worker, message=message))
         if not self._failed and session.closed_gates:
             session.link.send(WorkerFinished(worker=session.worker, step=session.final_step))
         # gloo's threads must not outlive the interpreter's teardown.

@@ -45,6 +45,7 @@ class Journal:
         self._entries: dict[str, deque[list[torch.Tensor]]] = {}
         self._bytes = 0
         self.overflowed = False
+        self.groups: list[str] = []  # keys of the rank's groups, in the order of their making
 
     def keep(self, group_key: str, name: str, outputs: Sequence[torch.Tensor]) -> None:
         """Note the outputs of one finished collective; floats and large tensors are left out."""
@@ -72,11 +73,14 @@ class Journal:
 
     def to_bytes(self) -> bytes:
         """The journal as it is handed to the agent."""
-        return values.to_bytes({key: list(entries) for key, entries in self._entries.items()})
+        entries = {key: list(kept) for key, kept in self._entries.items()}
+        return values.to_bytes({"groups": self.groups, "entries": entries})
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Journal:
         """The inverse of `to_bytes`."""
         journal = cls()
-        journal._entries = {key: deque(entries) for key, entries in values.from_bytes(data).items()}
+        content = values.from_bytes(data)
+        journal.groups = content["groups"]
+        journal._entries = {key: deque(kept) for key, kept in content["entries"].items()}
         return journal

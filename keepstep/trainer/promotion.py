@@ -76,6 +76,13 @@ class Promotion:
             reranker.apply(old, rank)
         except UsageError as error:
             self._session.leave(f"built as rank {old}, it cannot become rank {rank}: {error}")
+        own = [group.key for group in self._session.groups]
+        expected = fetch_journal(self._session, rank).groups
+        if own != expected:
+            self._session.leave(
+                f"built as rank {old} it has the groups {own}, rank {rank} has {expected}: "
+                "init(symmetric=True) needs the same groups on every rank"
+            )
         if cursor is not None:
             cursor.set_rank(old, rank, self._session.world_size)
         set_rank_environment(rank)

@@ -276,6 +276,7 @@ class Session:
         """The script has built everything: hand its setup journal over, refuse stray collectives."""
         journal, self.groups.journal = self.groups.journal, None
         if journal is not None and self.rank is not None:
+            journal.groups = [group.key for group in self.groups]
             self.link.send(JournalKept(worker=self.worker, rank=self.rank, data=journal.to_bytes()))
         self.groups.settle(place=Place.OUTSIDE)
 
