@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from keepstep.core.types import Generation, Vote
 from keepstep.core.verdict import verdict
+from keepstep.core.worker_phase import WorkerPhase
 from keepstep.sim.invariants import Violation
 
 if TYPE_CHECKING:
@@ -140,7 +141,9 @@ class Room:
         token = target.token
 
         def whole() -> bool:
-            return target.token == token and target.number not in self.left
+            # A target that has complained meanwhile has given this copy up, as the trainer does.
+            copying = target.machine.phase is WorkerPhase.RECEIVE
+            return copying and target.token == token and target.number not in self.left
 
         def first_byte() -> None:
             if whole():
