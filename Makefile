@@ -6,7 +6,7 @@ STAMP := $(VENV)/.keepstep-installed
 SOAK_KILLS ?= 50
 BENCHMARKS := recovery overhead transfer
 
-.PHONY: help venv demo test check format soak bench clean
+.PHONY: help venv demo test retest check format soak bench clean
 
 help:
 	@echo "make venv    the environment in $(VENV), from pinned versions"
@@ -33,6 +33,10 @@ demo: venv
 
 test: venv
 	$(RUN)/python -m pytest tests -m "not soak" -n 3
+
+retest: venv
+	@echo "once more, one at a time: the tests that failed"
+	$(RUN)/python -m pytest tests -m "not soak" --last-failed --last-failed-no-failures none
 
 check: venv
 	$(RUN)/ruff check .

@@ -118,6 +118,12 @@ print(os.getpid(), subprocess.Popen(["sleep", "300"]).pid,
       subprocess.Popen(["sleep", "300"], start_new_session=True).pid)
 {PARK}"""
 
+# A worker that does not end when its agent does: the trainer waits out its orphan timeout.
+PATIENT_FAMILY = FAMILY.replace(
+    "while c.receive(): pass",
+    "import time\ntry:\n    while c.receive(): pass\nexcept OSError: pass\ntime.sleep(300)",
+)
+
 
 def socket_dirs_of(pid: int) -> list[Path]:
     return [p.parent for p in Path("/tmp").glob("keepstep-*/owner") if p.read_text().startswith(f"{pid} ")]
@@ -142,7 +148,7 @@ def test_workers_of_a_killed_stand_alone_agent_live_on_and_its_leftovers_go_afte
     node: Any, tmp_path: Path
 ) -> None:
     async def story() -> None:
-        async with node(FAMILY) as n:
+        async with node(PATIENT_FAMILY) as n:
             process, pids = await launched(n, tmp_path, "alone")
             page_dir = n.page_dir.parent / "node-b"
             process.kill()
