@@ -71,7 +71,6 @@ class Groups:
         self.connect_new: Callable[[ElasticGroup], None] | None = None
         self.on_failure: Callable[[str], None] = lambda reason: None
         self.on_stranded: Callable[[], None] = lambda: None
-        self.on_collective: Callable[[str], None] | None = None
 
     def settle(
         self, *, place: Place | None = None, solo: bool | None = None, poisoned: bool | None = None
@@ -208,8 +207,6 @@ class ElasticGroup(dist.ProcessGroup):
         registry.collectives += 1
         if registry.page is not None:
             registry.page.collectives = registry.collectives  # a hang is told from who stands outside
-        if registry.on_collective is not None:
-            registry.on_collective(name)
         try:
             work = getattr(self.inner, name)(*arguments, **options)
         except RuntimeError as error:
