@@ -24,6 +24,7 @@ from keepstep.agent.console import Console
 from keepstep.agent.desk import Desk
 from keepstep.agent.evidence import Evidence
 from keepstep.agent.guardian import Guardian
+from keepstep.agent.questions import Questions
 from keepstep.agent.socket import WorkerSocket
 from keepstep.agent.store import GenerationStore
 from keepstep.agent.suspects import Suspects
@@ -41,6 +42,7 @@ from keepstep.wire.messages import (
     PROTOCOL_VERSION,
     AgentHello,
     AgentWelcome,
+    Ask,
     JobSpec,
     Stop,
 )
@@ -74,6 +76,7 @@ class Agent:
         run_dir = config.run_dir.absolute()
         self._evidence = Evidence(run_dir)
         self._announcements = Announcements()
+        self.questions = Questions()
         self._store = GenerationStore()
         self._workers = Workers(
             node=config.node,
@@ -188,10 +191,15 @@ class Agent:
                 worker = self._workers.get(action.worker)
                 if worker is not None and worker.alive:
                     self._spawn(self._kill(worker, action))
+            case Ask():
+                self._spawn(self._answer(action))
             case Stop():
                 self._stop(action.hard)
             case _:
                 raise WireError(f"{type(action).__name__} is nothing that an agent can do")
+
+    async def _answer(self, ask: Ask) -> None:
+        self._controller.send(await self.questions.answer(ask))
 
     def _start(self, action: StartWorker) -> None:
         if self._spec is None or self._page_dir is None or self._socket is None or self._stopping:

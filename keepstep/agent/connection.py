@@ -20,7 +20,7 @@ from keepstep.core.events import Event
 from keepstep.errors import ProtectionError, WireError
 from keepstep.wire.codec import decode, encode
 from keepstep.wire.framing import MAX_FRAME_BYTES
-from keepstep.wire.messages import AgentHello, AgentWelcome
+from keepstep.wire.messages import AgentHello, AgentWelcome, Answer
 
 CONNECT_TIMEOUT_S = 5.0
 FIRST_BACKOFF_S = 0.05
@@ -56,8 +56,8 @@ class ControllerConnection:
         self._idle = asyncio.Event()
         self.lost_since_s: float | None = time.monotonic()
 
-    def send(self, event: Event) -> None:
-        """Queue an event; it goes out at once when the controller is there."""
+    def send(self, event: Event | Answer) -> None:
+        """Queue an event (or an answer); it goes out at once when the controller is there."""
         self._idle.clear()
         self._outbox.put(event)
 

@@ -10,9 +10,10 @@ import asyncio
 from collections import OrderedDict
 
 from keepstep.core.events import Event, FingerprintTaken, Progressed, Resumed, StateReceived, VerdictReached
+from keepstep.wire.messages import Answer
 
 LIMIT = 10_000
-_INFORM = (FingerprintTaken, Resumed, StateReceived, VerdictReached)
+_INFORM = (Answer, FingerprintTaken, Resumed, StateReceived, VerdictReached)
 
 
 class Outbox:
@@ -21,7 +22,7 @@ class Outbox:
     def __init__(self, limit: int = LIMIT) -> None:
         self.dropped = 0
         self._limit = limit
-        self._events: OrderedDict[int, Event] = OrderedDict()
+        self._events: OrderedDict[int, Event | Answer] = OrderedDict()
         self._progress: dict[int, int] = {}
         self._next = 0
         self._filled = asyncio.Event()
@@ -29,7 +30,7 @@ class Outbox:
     def __len__(self) -> int:
         return len(self._events)
 
-    def put(self, event: Event) -> None:
+    def put(self, event: Event | Answer) -> None:
         if isinstance(event, Progressed):
             self._forget(self._progress.get(event.worker))
             self._progress[event.worker] = self._next
@@ -39,7 +40,7 @@ class Outbox:
             self._make_room()
         self._filled.set()
 
-    async def first(self) -> tuple[int, Event]:
+    async def first(self) -> tuple[int, Event | Answer]:
         """The oldest event and its ticket, when there is one; it stays until `done(ticket)`."""
         while not self._events:
             self._filled.clear()

@@ -10,7 +10,8 @@ import asyncio
 import contextlib
 import hmac
 import logging
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from starlette.websockets import WebSocket, WebSocketDisconnect
@@ -18,7 +19,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from keepstep.core import events as evt
 from keepstep.errors import WireError
 from keepstep.wire.codec import decode, encode
-from keepstep.wire.messages import PROTOCOL_VERSION, AgentHello, AgentWelcome
+from keepstep.wire.messages import PROTOCOL_VERSION, AgentHello, AgentWelcome, Answer, Ask, Heartbeat
 
 log = logging.getLogger("keepstep.controller")
 
@@ -26,6 +27,7 @@ Deliver = Callable[[evt.Event], Awaitable[None]]
 
 HELLO_TIMEOUT_S = 10.0
 MAX_WAITING_MESSAGES = 1024
+MAX_QUESTIONS = 64
 
 CLOSED_WRONG_TOKEN = 4401
 CLOSED_PROTOCOL = 4400
@@ -48,6 +50,7 @@ AGENT_EVENTS = (
     evt.ScriptFailed,
     evt.UsageRefused,
     evt.WorkerFinished,
+    evt.ProbeAnswered,
 )
 
 
@@ -65,6 +68,9 @@ class AgentLink:
         self._waiting: asyncio.Queue[object] = asyncio.Queue(MAX_WAITING_MESSAGES)
         self._unsent: object | None = None
         self._tasks: tuple[asyncio.Task[None], ...] = ()
+        self._asked: dict[int, asyncio.Future[Answer]] = {}
+        self._next_request = 1
+        self.heard_s = time.monotonic()  # when this agent last said anything
 
     @property
     def connected(self) -> bool:
@@ -77,6 +83,32 @@ class AgentLink:
         except asyncio.QueueFull:
             self.overflowed = True
 
+    async def ask(self, what: str, about: Mapping[str, Any], timeout_s: float) -> Answer:
+        """Ask the agent (see `keepstep.agent.questions`). A failure is an answer that is not `ok`."""
+        request, self._next_request = self._next_request, self._next_request + 1
+        if not self.connected or len(self._asked) >= MAX_QUESTIONS:
+            why = "has too many open questions" if self.connected else "is not connected"
+            return Answer(request=request, ok=False, detail=f"the agent of {self.node} {why}")
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._asked[request] = answer
+        self.send(Ask(request=request, what=what, about=about))
+        try:
+            return await asyncio.wait_for(answer, timeout_s)
+        except TimeoutError:
+            detail = f"the agent of {self.node} did not answer within {timeout_s:g} s"
+            return Answer(request=request, ok=False, detail=detail)
+        finally:
+            del self._asked[request]
+
+    def hear(self, message: object) -> bool:
+        """Take what is for this link alone: True when the message was no event for the machine."""
+        self.heard_s = time.monotonic()
+        if isinstance(message, Answer):
+            asked = self._asked.get(message.request)
+            if asked is not None and not asked.done():
+                asked.set_result(message)
+        return isinstance(message, (Answer, Heartbeat))
+
     async def drained(self) -> None:
         """Returns when everything has been sent (call with a timeout)."""
         await self._waiting.join()
@@ -86,7 +118,7 @@ class AgentLink:
         for task in self._tasks:
             task.cancel()
         pump = asyncio.create_task(self._pump(socket), name=f"to-agent-{self.node}")
-        read = asyncio.create_task(_read(socket, deliver), name=f"from-agent-{self.node}")
+        read = asyncio.create_task(_read(socket, self, deliver), name=f"from-agent-{self.node}")
         self._tasks = (pump, read)
         return self._tasks
 
@@ -149,9 +181,11 @@ async def converse(socket: WebSocket, link: AgentLink, welcome: AgentWelcome, de
             raise outcome
 
 
-async def _read(socket: WebSocket, deliver: Deliver) -> None:
+async def _read(socket: WebSocket, link: AgentLink, deliver: Deliver) -> None:
     while True:
         message = decode(await _receive(socket))
+        if link.hear(message):
+            continue
         if not isinstance(message, AGENT_EVENTS):
             raise WireError(f"an agent may not send {type(message).__name__}")
         await deliver(message)

@@ -11,7 +11,7 @@ import collections
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -24,7 +24,7 @@ from keepstep.controller.ledger import Ledger, LedgerWriteFailed
 from keepstep.controller.view import live_status
 from keepstep.core import actions as act
 from keepstep.core import events as evt
-from keepstep.wire.messages import AgentHello, AgentWelcome, JobSpec, Stop
+from keepstep.wire.messages import AgentHello, AgentWelcome, Answer, JobSpec, Stop
 
 log = logging.getLogger("keepstep.controller")
 
@@ -109,6 +109,18 @@ class Controller:
         with contextlib.suppress(asyncio.QueueFull):
             self._events.put_nowait(evt.AgentLost(node=node, reason=reason))
 
+    async def ask(self, node: str, what: str, about: Mapping[str, Any], timeout_s: float) -> Answer:
+        """Ask one node's agent something that people want to see. Never raises: see `Answer.ok`."""
+        link = self._links.get(node)
+        if link is None:
+            return Answer(request=0, ok=False, detail=f"there is no node {node}")
+        return await link.ask(what, about, timeout_s)
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The nodes whose agents are connected now."""
+        return tuple(node for node, link in self._links.items() if link.connected)
+
     async def serve_agent(self, socket: WebSocket) -> None:
         """The WebSocket `/agent`, for as long as one agent stays connected."""
         hello = await wire_side.greet(socket, self.token)
@@ -118,7 +130,15 @@ class Controller:
             await wire_side.refuse(socket, wire_side.CLOSED_REPLACED, "the job has ended")
             return
         link = self._admit(hello)
-        joined = evt.AgentJoined(node=hello.node, slots=hello.slots, workers=hello.workers)
+        joined = evt.AgentJoined(
+            node=hello.node,
+            slots=hello.slots,
+            workers=hello.workers,
+            exited=hello.exited,
+            finished=hello.finished,
+            labels=hello.labels,
+            peer=hello.peer,
+        )
         await self._events.put(joined)
         welcome = AgentWelcome(job=self.spec.job, world_size=self.spec.world_size, spec=self.spec)
         try:
@@ -183,6 +203,8 @@ class Controller:
             case act.StartWorker():
                 self._places[action.worker] = (action.node, action.slot)
                 self._send(action.node, action)
+            case act.Probe():
+                self._send(action.by, action)
             case act.StandBy() | act.KillWorker():
                 self._send(self._places.get(action.worker, ("", -1))[0], action)
             case act.Announce() | act.Release():

@@ -6,7 +6,7 @@ Whatever can take time or fail comes back as an event. `Persist` stands before w
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from keepstep.core.types import Generation
@@ -43,10 +43,26 @@ class StandBy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Announce:
-    """Tell every member of this generation (and the fenced) the new map. Each answers by voting."""
+    """Tell every member of this generation (and the fenced) the new map. Each answers by voting.
+
+    `peers`: node -> where its agent listens for other nodes. `keepers`: node -> the node whose agent keeps
+    the records of its members; a node without one has none (the only node of a job).
+    """
 
     generation: Generation
     reason: str
+    peers: Mapping[str, str] = field(default_factory=dict)
+    keepers: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """Ask the agent of node `by` whether it reaches that of `node` at `peer`, within `timeout_s`."""
+
+    node: str
+    peer: str
+    by: str
+    timeout_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,4 +98,4 @@ class EndJob:
     reason: str
 
 
-Action = Persist | StartWorker | StandBy | Announce | Release | KillWorker | Say | EndJob
+Action = Persist | StartWorker | StandBy | Announce | Probe | Release | KillWorker | Say | EndJob

@@ -16,6 +16,7 @@ class AgentJoined:
 
     `exited`: status of those that ended, as far as the agent remembers; `finished`: those whose page
     says that they passed the last gate. Parked workers are reported again by `WorkerParked`.
+    `labels`: what placement goes by; `peer`: where other nodes reach this agent, text to be passed on.
     """
 
     node: str
@@ -23,6 +24,8 @@ class AgentJoined:
     workers: tuple[int, ...] = ()
     exited: Mapping[int, int] = field(default_factory=dict)
     finished: tuple[int, ...] = ()
+    labels: Mapping[str, str] = field(default_factory=dict)
+    peer: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +34,42 @@ class AgentLost:
 
     node: str
     reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentDisconnected:
+    """An agent's connection ended. Its workers may live on, and it may come back (`AgentJoined`)."""
+
+    node: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentSilent:
+    """No word from a connected agent for `silent_s` seconds, more than its heartbeats explain."""
+
+    node: str
+    silent_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentHeard:
+    """An agent that was silent spoke again, on the same connection."""
+
+    node: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeAnswered:
+    """What the agent of node `by` found when it tried to reach that of `node` (answer to `Probe`).
+
+    `outcome`: "reached" (its listener accepted), "refused" (the machine answers, no agent listens),
+    "silent" (no answer within the time given).
+    """
+
+    node: str
+    by: str
+    outcome: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,6 +231,10 @@ class Ticked:
 Event = (
     AgentJoined
     | AgentLost
+    | AgentDisconnected
+    | AgentSilent
+    | AgentHeard
+    | ProbeAnswered
     | WorkerParked
     | WorkerExited
     | WorkerSuspected

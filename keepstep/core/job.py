@@ -12,12 +12,16 @@ from typing import Any
 
 from keepstep.core.actions import Action, Persist
 from keepstep.core.events import (
+    AgentDisconnected,
+    AgentHeard,
     AgentJoined,
     AgentLost,
+    AgentSilent,
     Complained,
     Event,
     FingerprintTaken,
     PersistFailed,
+    ProbeAnswered,
     Progressed,
     Resumed,
     ScriptFailed,
@@ -86,6 +90,8 @@ class JobMachine:
                 agent_joined(state, event, now_s)
             case AgentLost():
                 node_lost(state, event.node, event.reason, now_s)
+            case AgentDisconnected() | AgentSilent() | AgentHeard() | ProbeAnswered():
+                pass  # node loss: see keepstep.core.nodes
             case WorkerParked():
                 self._worker_parked(event)
             case WorkerExited():

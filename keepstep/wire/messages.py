@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 # ---- a worker's connection to its agent -----------------------------------------------------------
 
@@ -103,7 +103,12 @@ class StoreReply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentHello:
-    """An agent's first message. `workers`: those of its workers that are still alive (reconnection)."""
+    """An agent's first message. `workers`: those of its workers that are still alive (reconnection).
+
+    `exited`: status of those that ended while the controller was away; `finished`: those whose page says
+    that they passed the last gate. `labels`: what placement goes by ("rack", "zone", ...). `peer`: where
+    this agent listens for the workers and agents of other nodes, "HOST:PORT" ("[HOST]:PORT" for IPv6).
+    """
 
     version: int
     token: str
@@ -112,6 +117,10 @@ class AgentHello:
     pid: int
     advertise: str
     workers: tuple[int, ...] = ()
+    exited: Mapping[int, int] = field(default_factory=dict)
+    finished: tuple[int, ...] = ()
+    labels: Mapping[str, str] = field(default_factory=dict)
+    peer: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,11 +149,42 @@ class JobSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentWelcome:
-    """The controller's answer to AgentHello."""
+    """The controller's answer to AgentHello. `heartbeat_s`: how often the agent says that it is there."""
 
     job: str
     world_size: int
     spec: JobSpec
+    heartbeat_s: float = 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heartbeat:
+    """The agent is there. `sent_ns`: its CLOCK_REALTIME when it said so."""
+
+    node: str
+    sent_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """The controller asks an agent for something that people want to see; nothing depends on it.
+
+    `what` names one of the agent's questions (`keepstep.agent.questions`), `about` its arguments.
+    """
+
+    request: int
+    what: str
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The agent's answer to Ask. Not `ok`: `detail` says why in one line."""
+
+    request: int
+    ok: bool
+    data: bytes = b""
+    detail: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
