@@ -55,6 +55,9 @@ def _print(status: dict[str, Any], as_json: bool, *, compact: bool = False) -> N
     console.print(rank_table(status))
     if status["incident"] is not None:
         console.print(incident_line(status["incident"]), markup=False, highlight=False)
+    if unkept := status.get("unkept_ranks"):
+        ranks = ", ".join(map(str, unkept))
+        console.print(f"records not held elsewhere: ranks {ranks}", markup=False, highlight=False)
     if status["exit_code"] is not None:
         console.print(
             f"ended with exit code {status['exit_code']}: {status.get('reason') or ''}", markup=False

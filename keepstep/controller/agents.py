@@ -43,6 +43,8 @@ AGENT_EVENTS = (
     evt.WorkerSuspected,
     evt.Complained,
     evt.Progressed,
+    evt.KeeperMissed,
+    evt.KeeperRegained,
     evt.VerdictReached,
     evt.StateReceived,
     evt.Resumed,

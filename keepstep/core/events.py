@@ -130,6 +130,21 @@ class Progressed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KeeperMissed:
+    """A worker passed a gate without another node's word that it keeps the record; once per stretch."""
+
+    worker: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeeperRegained:
+    """The records of a worker are acknowledged by another node again."""
+
+    worker: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class VerdictReached:
     """A member learned the verdict of `generation`.
 
@@ -240,6 +255,8 @@ Event = (
     | WorkerSuspected
     | Complained
     | Progressed
+    | KeeperMissed
+    | KeeperRegained
     | VerdictReached
     | StateReceived
     | Resumed

@@ -20,6 +20,8 @@ from keepstep.core.events import (
     Complained,
     Event,
     FingerprintTaken,
+    KeeperMissed,
+    KeeperRegained,
     PersistFailed,
     ProbeAnswered,
     Progressed,
@@ -37,6 +39,7 @@ from keepstep.core.events import (
 )
 from keepstep.core.job_config import JobConfig
 from keepstep.core.job_state import Complaint, Ending, JobState, say_status
+from keepstep.core.keeping import keeper_missed, keeper_regained
 from keepstep.core.losses import USAGE_EXIT_CODE, member_lost, process_lost
 from keepstep.core.membership import Standing
 from keepstep.core.nodes import agent_joined, miss_absent, node_lost
@@ -102,6 +105,10 @@ class JobMachine:
                 self._complained(event, now_s)
             case Progressed():
                 self._progressed(event)
+            case KeeperMissed():
+                keeper_missed(state, event)
+            case KeeperRegained():
+                keeper_regained(state, event)
             case VerdictReached():
                 self._verdict_reached(event, now_s)
             case StateReceived():

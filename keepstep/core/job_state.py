@@ -99,6 +99,7 @@ class JobState:
     absent: set[str] = field(default_factory=set)  # nodes that an earlier controller knew
     absent_until_s: float | None = None
     ledger_lost: bool = False
+    unkept: dict[int, str] = field(default_factory=dict)  # worker -> why its records are not held elsewhere
 
     # ---- reading --------------------------------------------------------------------------------
 

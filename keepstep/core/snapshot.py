@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from keepstep.core.job_state import JobState
+from keepstep.core.keeping import unkept_ranks
 from keepstep.core.membership import Standing, Worker
 
 
@@ -54,6 +55,7 @@ def snapshot(state: JobState) -> dict[str, Any]:
         "exit_code": state.over.exit_code if state.over else None,
         "reason": state.over.reason if state.over else "",
         "ledger_lost": state.ledger_lost,
+        "unkept_ranks": unkept_ranks(state),
         "observe": state.config.observe,
     }
 

@@ -78,16 +78,3 @@ def read_into(sock: socket.socket, view: memoryview) -> None:
         if received == 0:
             raise ConnectionResetError("closed the connection")
         view = view[received:]
-
-
-def format_address(host: str, port: int) -> str:
-    """host:port, with brackets round an IPv6 address."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def parse_address(address: str) -> tuple[str, int]:
-    """The reverse of `format_address`. Raises ValueError."""
-    host, separator, port = address.rpartition(":")
-    if not separator or not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ValueError(f"not an address: {address!r:.100} (expected host:port)")
-    return host.removeprefix("[").removesuffix("]"), int(port)

@@ -26,11 +26,11 @@ from keepstep.transfer.link import (
     ask,
     be_patient,
     greeting,
-    parse_address,
     read_into,
 )
 from keepstep.transfer.manifest import Manifest
 from keepstep.transfer.shares import Shares
+from keepstep.wire.address import parse_address
 from keepstep.wire.framing import recv_frame
 
 CONNECT_TIMEOUT_S = 5.0

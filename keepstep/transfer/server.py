@@ -26,11 +26,11 @@ from keepstep.transfer.link import (
     answer,
     ask,
     be_patient,
-    format_address,
     is_greeting,
     read_into,
 )
 from keepstep.transfer.manifest import Manifest
+from keepstep.wire.address import format_address
 from keepstep.wire.framing import MAX_FRAME_BYTES
 
 GREETING_TIMEOUT_S = 5.0

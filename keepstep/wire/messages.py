@@ -27,13 +27,17 @@ class Hello:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Welcome:
-    """The agent's answer to a control Hello. `advertise`: the address that this node's groups bind to."""
+    """The agent's answer to a control Hello. `advertise`: the address that this node's groups bind to.
+
+    `record_ack_s`: how long a gate waits for another node to say that it keeps the record.
+    """
 
     job: str
     world_size: int
     record_bytes: int
     orphan_timeout_s: float
     advertise: str
+    record_ack_s: float = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +102,71 @@ class StoreReply:
     detail: str = ""
 
 
+# ---- connections to the agent of another node ------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerHello:
+    """Who connects to another node's agent, and for what; it travels inside `keepstep.wire.handshake`.
+
+    `role`: "store" (a worker's generation store), "keep" (a worker's records), "agent" (questions between
+    agents). `worker`: -1 for an agent. `to`: the listener's address as the caller was told it: a listener
+    that is called by another address is being spoken for by a stranger.
+    """
+
+    version: int
+    node: str
+    to: str
+    role: Literal["store", "keep", "agent"]
+    worker: int = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerWelcome:
+    """The listener's answer to a PeerHello that may stay; `Fenced` is the answer to one that may not."""
+
+    node: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerFetch:
+    """An agent asks another for the best record (or the journal) of a rank that lies there.
+
+    `fresh_since`: the generation with which this world began; what is older belongs to another world.
+    """
+
+    what: Literal["record", "journal"]
+    rank: int
+    lineage: str = ""
+    fresh_since: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerFetched:
+    """The answer to PeerFetch; `data` is None when nothing fits, `steps` are then those that lie there.
+
+    `kind`, `step`, `worker`: which record, and whose. `played`: the newest generation in which that worker
+    is known to have played the rank. `final`: no better record of that worker can lie anywhere.
+    """
+
+    data: bytes | None
+    kind: str = ""
+    step: int = 0
+    worker: int = -1
+    played: int = -1
+    final: bool = False
+    steps: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerJournal:
+    """An agent hands a rank's setup journal to the agent that keeps its records."""
+
+    rank: int
+    fresh_since: int
+    data: bytes
+
+
 # ---- an agent's connection to the controller ------------------------------------------------------
 
 
@@ -141,6 +210,7 @@ class JobSpec:
     mode: Literal["run", "observe"] = "run"
     record_bytes: int = 4 << 20
     orphan_timeout_s: float = 600.0
+    record_ack_s: float = 0.2
     tee: str = "0"
     redirects: str = "0"
     working_dir: str = ""
