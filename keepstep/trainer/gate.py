@@ -134,8 +134,8 @@ class Gate:
             loop.before_gate(closed_gates)
             actions = session.tell(GradientsCompleted())
             entry = next((action for action in actions if isinstance(action, EnterGate)), None)
-            if entry is not None and self._reduce(entry.pending):
-                actions = session.tell(GatePassed(pending=int(self._value[0])))
+            if entry is not None and (passed := self._reduce(entry.pending)) is not None:
+                actions = session.tell(GatePassed(pending=passed))
                 if any(isinstance(action, ApplyUpdate) for action in actions):
                     loop.exchange.withdraw()
                     session.groups.settle(place=Place.AFTER_GATE)
@@ -150,21 +150,24 @@ class Gate:
             return
         loop.interrupt(outcome)
 
-    def _reduce(self, pending: int) -> bool:
-        """The all-reduce. False when it failed (the failure was told)."""
-        groups = self._session.groups
-        world = groups.members[0]
-        inner = world.inner
+    def _reduce(self, pending: int) -> int | None:
+        """The all-reduce: the largest contribution. None when it failed (the failure was told)."""
+        session = self._session
+        groups = session.groups
+        session.page.enter(Phase.GATE)
+        if session.node_gate is not None:
+            value = session.node_gate.reduce(pending, lambda: groups.poisoned)
+            return None if groups.poisoned else value
+        inner = groups.members[0].inner
         if inner is None:
-            return False
+            return None
         self._value.fill_(pending)
-        self._session.page.enter(Phase.GATE)
         try:
             inner.allreduce([self._value], self._options).wait()
         except RuntimeError as error:
             groups.poison(f"gate: {str(error).splitlines()[0][:200]}")
-            return False
-        return not groups.poisoned
+            return None
+        return None if groups.poisoned else int(self._value[0])
 
 
 def next_lineage(session: Session) -> tuple[int, str]:

@@ -7,15 +7,62 @@ memory stays what a redo needs: values, buffers and gradients as the step found 
 
 from __future__ import annotations
 
+import struct
 import weakref
 from typing import Any
 
 import torch
 
-from keepstep.errors import UsageError
+from keepstep.errors import UsageError, WireError
 from keepstep.trainer import rng, values
 from keepstep.trainer.adapters.protected import Protected
 from keepstep.wire.page import Page
+
+# A record's payload: this head, the rest (packed values), then for each generator its name, its length
+# and its state. The generators' bytes stand raw: they are most of a record, and two are written a step.
+_HEAD = struct.Struct("<4sII")  # magic, length of the rest, number of generators
+_PART = struct.Struct("<8sI")
+_MAGIC = b"KSR2"
+
+Pieces = tuple[bytes, dict[str, bytes]]  # the rest, and the generators' states
+
+
+def _packed_rest(
+    cursor: dict[str, Any] | None, closed_gates: int, buffers: dict[str, Any], per_rank: dict[str, Any]
+) -> bytes:
+    content = {"cursor": cursor, "closed": closed_gates, "buffers": buffers, "per_rank": per_rank}
+    return values.to_bytes(content)
+
+
+def joined(pieces: Pieces) -> bytes:
+    """The payload of a record."""
+    rest, generators = pieces
+    parts = [_HEAD.pack(_MAGIC, len(rest), len(generators)), rest]
+    for name, state in generators.items():
+        parts += (_PART.pack(name.encode(), len(state)), state)
+    return b"".join(parts)
+
+
+def parted(payload: bytes) -> dict[str, Any]:
+    """What a payload says: cursor, closed, buffers, per_rank, rng. Raises WireError when it is malformed."""
+    try:
+        magic, length, count = _HEAD.unpack_from(payload)
+        if magic != _MAGIC:
+            raise WireError("not a record of this version of Keepstep")
+        at = _HEAD.size + length
+        record: dict[str, Any] = values.from_bytes(payload[_HEAD.size : at])
+        record["rng"] = {}
+        for _ in range(count):
+            name, length = _PART.unpack_from(payload, at)
+            at += _PART.size
+            if at + length > len(payload):
+                raise WireError("a record is cut short")
+            text = name.rstrip(b"\0").decode()
+            record["rng"][text] = rng.unpacked(text, payload[at : at + length])
+            at += length
+    except (struct.error, UnicodeDecodeError, TypeError) as error:
+        raise WireError(f"a record is malformed: {error}") from None
+    return record
 
 
 class Recorder:
@@ -26,8 +73,9 @@ class Recorder:
         self._protected = protected
         self._record_bytes = record_bytes
         self._recorded_buffers: list[str] = []
-        self._packed: dict[str, tuple[Any, bytes]] = {}
-        self._written: dict[str, Any] = {}
+        self._packer = rng.Packer()
+        self._plain_rest: dict[int, bytes] = {}
+        self._written: Pieces = (b"", {})
         self._written_key: tuple[int, str] | None = None
         self._remembered_step = -1
         self._values: dict[str, Any] = {}
@@ -47,82 +95,56 @@ class Recorder:
 
     # ---- off the process ------------------------------------------------------------------------
 
-    def _piece(self, cursor: dict[str, Any] | None, closed_gates: int) -> dict[str, Any]:
+    def _rest(self, cursor: dict[str, Any] | None, closed_gates: int) -> bytes:
+        """All of the record but the random generators."""
+        per_rank = self._protected.per_rank_values() if self._protected.per_rank else {}
+        if cursor is None and not self._recorded_buffers and not per_rank:
+            if closed_gates not in self._plain_rest:
+                self._plain_rest = {closed_gates: _packed_rest(None, closed_gates, {}, {})}
+            return self._plain_rest[closed_gates]
         buffers = self._protected.buffers() if self._recorded_buffers else {}
-        return {
-            "rng": rng.capture(),
-            "cursor": cursor,
-            "closed": closed_gates,
-            "buffers": {name: buffers[name].detach().clone() for name in self._recorded_buffers},
-            "per_rank": self._protected.per_rank_values() if self._protected.per_rank else {},
-        }
+        own = {name: buffers[name] for name in self._recorded_buffers}
+        return _packed_rest(cursor, closed_gates, own, per_rank)
 
     def write_start(self, step: int, lineage: str, cursor: dict[str, Any] | None, closed_gates: int) -> None:
         """The record of the step that begins: `step` commits, then this is the rank's state."""
-        piece = self._piece(cursor, closed_gates)
-        self.start_rng = piece["rng"]
-        if self._written_key == (step, lineage) and self._same(piece):
-            return  # the gate's record said the same
+        self.start_rng = rng.capture()
+        pieces = (self._rest(cursor, closed_gates), self._packer.pack(self.start_rng))
         if self._written_key == (step, lineage):
+            if self._written == pieces:
+                return  # the gate's record said the same
             self.late_changes = True
-        self._write("start", step, lineage, piece)
+        self._write("start", step, lineage, pieces)
 
     def write_gate(self, step: int, lineage: str, cursor: dict[str, Any] | None, closed_gates: int) -> None:
         """The record for after the update: what this rank will start step `step` with."""
-        self._write("gate", step, lineage, self._piece(cursor, closed_gates))
+        pieces = (self._rest(cursor, closed_gates), self._packer.pack(rng.capture()))
+        self._write("gate", step, lineage, pieces)
 
-    def _write(self, kind: str, step: int, lineage: str, piece: dict[str, Any]) -> None:
-        payload = values.to_bytes({**piece, "rng": self._packed_rng(piece["rng"])})
+    def _write(self, kind: str, step: int, lineage: str, pieces: Pieces) -> None:
+        payload = joined(pieces)
         if len(payload) > self._record_bytes:
             raise UsageError(
                 f"the record of this rank has {len(payload)} bytes, the limit is {self._record_bytes}: "
-                f"protect large state as replicated, or raise --record-limit ({self._largest(piece)})."
+                f"protect large state as replicated, or raise --record-limit ({self._largest()})."
             )
         self._page.write_record(kind, step, lineage, payload)
-        self._written, self._written_key = piece, (step, lineage)
+        self._written, self._written_key = pieces, (step, lineage)
 
-    def _packed_rng(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The generators' state; one that has not moved since the last record is not packed again."""
-        packed: dict[str, Any] = {}
-        for name, part in state.items():
-            if isinstance(part, torch.Tensor):
-                packed[name] = part
-                continue
-            kept = self._packed.get(name)
-            if kept is None or kept[0] is not part:
-                kept = self._packed[name] = (part, values.to_bytes(part))
-            packed[name] = kept[1]
-        return packed
-
-    def _largest(self, piece: dict[str, Any]) -> str:
-        sizes = {f"buffer {name}": tensor.nbytes for name, tensor in piece["buffers"].items()}
-        sizes |= {f"per rank {name}": len(values.to_bytes(item)) for name, item in piece["per_rank"].items()}
+    def _largest(self) -> str:
+        buffers = self._protected.buffers()
+        sizes = {f"buffer {name}": buffers[name].nbytes for name in self._recorded_buffers}
+        per_rank = self._protected.per_rank_values()
+        sizes |= {f"per rank {name}": len(values.to_bytes(item)) for name, item in per_rank.items()}
         if not sizes:
             return "random generators and the data cursor"
         name = max(sizes, key=lambda key: sizes[key])
         return f"largest: {name}, {sizes[name]} bytes"
 
-    def _same(self, piece: dict[str, Any]) -> bool:
-        old = self._written
-        if old["cursor"] != piece["cursor"] or old["closed"] != piece["closed"]:
-            return False
-        if not rng.same(old["rng"], piece["rng"]):
-            return False
-        if piece["buffers"] and not all(
-            torch.equal(old["buffers"][name], tensor) if name in old["buffers"] else False
-            for name, tensor in piece["buffers"].items()
-        ):
-            return False
-        return not piece["per_rank"] or values.to_bytes(old["per_rank"]) == values.to_bytes(piece["per_rank"])
-
     def load(self, payload: bytes) -> dict[str, Any]:
         """Become what the record says, but for the random generators and the cursor: the caller restores
-        those, in this order: `cursor`, then `rng`. Returns the record."""
-        record: dict[str, Any] = values.from_bytes(payload)
-        record["rng"] = {
-            name: values.from_bytes(part) if isinstance(part, bytes) else part
-            for name, part in record["rng"].items()
-        }
+        those, in this order: `cursor`, then `rng`. Returns the record. Raises WireError."""
+        record = parted(payload)
         buffers = self._protected.buffers()
         with torch.no_grad():
             for name, tensor in record["buffers"].items():
@@ -142,8 +164,7 @@ class Recorder:
         if self._recorded_buffers:
             buffers = self._protected.buffers()
             self._buffers = {name: buffers[name].detach().clone() for name in self._recorded_buffers}
-        parameters = self._parameters()
-        gradients = [parameter.grad for parameter in parameters]
+        gradients = [parameter.grad for parameter in self._protected.trained()]
         self._had_gradient = [gradient is not None for gradient in gradients]
         self._stale = [None if gradient is None else weakref.ref(gradient) for gradient in gradients]
         if self._keeps_gradients:
@@ -162,7 +183,7 @@ class Recorder:
                 buffers = self._protected.buffers()
                 for name, tensor in self._buffers.items():
                     buffers[name].copy_(tensor)
-            for index, parameter in enumerate(self._parameters()):
+            for index, parameter in enumerate(self._protected.trained()):
                 if not self._keeps_gradients or not self._had_gradient[index]:
                     parameter.grad = None  # zeroing would turn -0.0 into 0.0
                 elif (kept := self._gradients[index]) is not None:
@@ -183,15 +204,7 @@ class Recorder:
             self._recorded_buffers = sorted([*self._recorded_buffers, name])
         if not self._keeps_gradients and any(
             old is not None and parameter.grad is not None and old() is parameter.grad
-            for old, parameter in zip(self._stale, self._parameters(), strict=False)
+            for old, parameter in zip(self._stale, self._protected.trained(), strict=False)
         ):
             # The block neither drops the old gradients nor starts without any: a redo needs them.
             self._keeps_gradients = True
-
-    def _parameters(self) -> list[torch.Tensor]:
-        return [
-            parameter
-            for optimizer in self._protected.optimizers.values()
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        ]

@@ -31,8 +31,10 @@ from keepstep.core.worker_events import (
     VotesCounted,
 )
 from keepstep.errors import KeepstepError, ProtectionError, UsageError
+from keepstep.trainer import futex
 from keepstep.trainer.adapters import resets
 from keepstep.trainer.gloo import GlooFabric
+from keepstep.trainer.node_gate import NodeGate
 from keepstep.trainer.session import Session
 from keepstep.trainer.store import AgentStore
 from keepstep.wire import codec
@@ -71,6 +73,9 @@ def open_fabric(session: Session, generation: Generation) -> None:
         if older is not None:
             older.close()
             session.retired_stores.append(older)  # torch's C++ side may still hold it
+        if session.node_gate is not None:
+            session.node_gate.close()
+            session.node_gate = None
         session.store, session.fabric = store, fabric
         session.page.generation = generation.number
         session.copying.clear()
@@ -91,15 +96,24 @@ def make_fabric(session: Session) -> GlooFabric:
 
 
 def meet(session: Session, generation: Generation) -> None:
-    """Wait for all members and learn their addresses. Raises what the store raises."""
-    store, fabric = session.store, session.fabric
+    """Wait for all members and learn where they are. Raises what the store raises."""
+    store, fabric, identity = session.store, session.fabric, session.identity
     assert store is not None
     assert fabric is not None
-    store.set(f"member/{session.worker}", json.dumps(fabric.endpoints))
+    own = {"endpoints": fabric.endpoints, "node": identity.node, "page": identity.page_path}
+    store.set(f"member/{session.worker}", json.dumps(own))
+    pages = {}
     for member in generation.members:
-        endpoints = json.loads(store.get_within(f"member/{member}", MEMBERS_TIMEOUT_S))
+        other = json.loads(store.get_within(f"member/{member}", MEMBERS_TIMEOUT_S))
         if member != session.worker:
-            fabric.add_peers([(str(host), int(port)) for host, port in endpoints])
+            fabric.add_peers([(str(host), int(port)) for host, port in other["endpoints"]])
+        if other["node"] == identity.node:
+            pages[member] = str(other["page"])
+    if pages.keys() >= set(generation.ranks) and futex.available():
+        others = [pages[worker] for worker in generation.ranks if worker != session.worker]
+        gate = NodeGate(generation.number, identity.page_path, others)
+        with session.lock:
+            session.node_gate = gate
 
 
 def connect_group(session: Session, group: Any) -> None:

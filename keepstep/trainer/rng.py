@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from keepstep.trainer import values
+
 _WORDS = 624  # of a Mersenne Twister's state, beside one position
 _TWISTER_BYTES = _WORDS * 4 + 4
 _OBJECT_HEAD_BYTES = object.__basicsize__
@@ -56,16 +58,25 @@ def _python_address() -> int:
     return address if (*found[1:], found[0]) == expected else 0
 
 
-def _numpy_address(numpy: Any) -> int:
-    """Where numpy keeps its global twister; 0 when its global generator is another one."""
-    generator = getattr(numpy.random.mtrand._rand, "_bit_generator", None)
-    if generator is None or type(generator).__name__ != "MT19937":
-        return 0
-    return int(generator.ctypes.state_address)
+class _NumpyTwister:
+    """Where numpy keeps its global twister; the answer is kept, since to ask costs more than to copy."""
+
+    def __init__(self) -> None:
+        self._generator: Any = None
+        self._address = 0
+
+    def address(self, numpy: Any) -> int:
+        """0 when the global generator is another one."""
+        generator: Any = getattr(numpy.random.mtrand._rand, "_bit_generator", None)
+        if generator is not self._generator:
+            twister = type(generator).__name__ == "MT19937"
+            self._generator, self._address = generator, int(generator.ctypes.state_address) if twister else 0
+        return self._address
 
 
 _python = _Watch(random.getstate, lambda state: state[2] is not None)
 _python_at = _python_address()
+_numpy_twister = _NumpyTwister()
 _numpy = _Watch(lambda: sys.modules["numpy"].random.get_state(), lambda state: bool(state[3]))
 
 
@@ -74,8 +85,8 @@ def capture() -> dict[str, Any]:
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "random": _python.capture(_python_at)}
     numpy = sys.modules.get("numpy")
     if numpy is not None and hasattr(numpy, "random"):
-        state["numpy"] = _numpy.capture(_numpy_address(numpy))
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["numpy"] = _numpy.capture(_numpy_twister.address(numpy))
+    if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 
@@ -91,16 +102,28 @@ def restore(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two captured states are equal."""
-    if one.keys() != other.keys():
-        return False
-    if one["random"] is not other["random"] and one["random"] != other["random"]:
-        return False
-    for name in ("torch", "cuda"):
-        if name in one and not torch.equal(one[name], other[name]):
-            return False
-    if one.get("numpy") is other.get("numpy"):
-        return True
-    left, right = one["numpy"], other["numpy"]
-    return bool(left[0] == right[0] and left[2:] == right[2:] and (left[1] == right[1]).all())
+class Packer:
+    """Captured states as bytes; one that has not moved since the last call is not packed again."""
+
+    def __init__(self) -> None:
+        self._packed: dict[str, tuple[Any, bytes]] = {}
+
+    def pack(self, state: dict[str, Any]) -> dict[str, bytes]:
+        """The parts of what `capture` returned, each by its name."""
+        packed: dict[str, bytes] = {}
+        for name, part in state.items():
+            if isinstance(part, torch.Tensor):
+                packed[name] = ctypes.string_at(part.data_ptr(), part.nbytes)
+                continue
+            kept = self._packed.get(name)
+            if kept is None or kept[0] is not part:
+                kept = self._packed[name] = (part, values.to_bytes(part))
+            packed[name] = kept[1]
+        return packed
+
+
+def unpacked(name: str, data: bytes) -> Any:
+    """One part as `restore` takes it. Raises WireError when the bytes are malformed."""
+    if name in ("torch", "cuda"):
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return values.from_bytes(data)

@@ -38,6 +38,7 @@ from keepstep.trainer.elastic import Groups, Place
 from keepstep.trainer.faults import Faults
 from keepstep.trainer.gloo import GlooFabric
 from keepstep.trainer.link import Identity, Link
+from keepstep.trainer.node_gate import NodeGate
 from keepstep.trainer.store import AgentStore
 from keepstep.wire.messages import Fenced, JournalKept
 from keepstep.wire.page import Page, Phase
@@ -74,6 +75,7 @@ class Session:
         self.ends: Ends | None = None
         self.fabric: GlooFabric | None = None
         self.store: AgentStore | None = None
+        self.node_gate: NodeGate | None = None  # where all ranks share this node
         self.retired_stores: list[AgentStore] = []
         self.copying = threading.Event()  # set: whoever copies state stops
         self.protected = Protected()
@@ -185,13 +187,15 @@ class Session:
         return -1 if newest is None else newest.number
 
     def cut(self, reason: str) -> None:
-        """Poison, and free whoever is blocked: in a collective, in the store, in a copy."""
+        """Poison, and free whoever is blocked: in a collective, in the gate, in the store, in a copy."""
         self.groups.poison(reason, complain=False)
         self.copying.set()
         if self.fabric is not None:
             self.fabric.cut()
         if self.store is not None:
             self.store.cut()
+        if self.node_gate is not None:
+            self.node_gate.wake()
 
     def next_action(self) -> WorkerAction:
         """Wait for what to do next. Raises Released. The link's orphan timeout bounds the wait."""

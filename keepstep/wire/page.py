@@ -32,6 +32,8 @@ _GROWTH_BYTES = 64 << 10
 # 8-byte words of the head. Every counter is one word, written by one aligned store: never seen half-way.
 _WORD_MAGIC, _WORD_WORKER, _WORD_RECORD_BYTES = 0, 1, 2
 _WORD_STEP, _WORD_PUBLISHED, _WORD_GENERATION, _WORD_COLLECTIVES, _WORD_PHASE, _WORD_SINCE = range(8, 14)
+# Two words that the ranks of one node pass their gate with (keepstep.trainer.node_gate).
+GATE_WORDS = (16, 17)
 
 # A slot: one word (the sequence number, 0 while invalid), this head, the CRC over all of it, the payload.
 _SLOT_HEAD = struct.Struct("<QQBB16sI")  # sequence again, step, kind, has a lineage, lineage, payload length

@@ -42,6 +42,7 @@ class Protected:
         self._buffer_slots: list[tuple[str, dict[str, Tensor | None], str]] | None = None
         self._watched: list[tuple[str, Tensor]] | None = None
         self._watched_count = -1
+        self._trained: list[Tensor] = []
         self._running: set[str] | None = None
         self._versions: list[int] = []
         self._buffers_then: dict[str, tuple[Tensor, int]] = {}
@@ -140,6 +141,11 @@ class Protected:
         """The optimizers' parameters under their names, as they are (DTensors too): for `shard_identity`."""
         names = self._parameter_names()
         return {names[id(parameter)]: parameter for _, parameter in self._parameters()}
+
+    def trained(self) -> list[Tensor]:
+        """The optimizers' parameters, each once, in an order that lasts as long as their number."""
+        self._watched_parameters()
+        return self._trained
 
     def spec(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Name -> (dtype, local shape) of `tensors()`, for `ensure` on another worker."""
@@ -367,10 +373,11 @@ class Protected:
         return self._running
 
     def _watched_parameters(self) -> list[tuple[str, Tensor]]:
-        count = sum(len(group["params"]) for one in self.optimizers.values() for group in one.param_groups)
+        count = sum([len(group["params"]) for one in self.optimizers.values() for group in one.param_groups])
         if self._watched is None or count != self._watched_count:
             names = self._parameter_names()
-            self._watched = [(names[id(parameter)], parameter) for _, parameter in self._parameters()]
+            self._trained = [parameter for _, parameter in self._parameters()]
+            self._watched = [(names[id(parameter)], parameter) for parameter in self._trained]
             trained = {storage_key(parameter) for _, parameter in self._watched}
             for prefix, module in self.modules.items():  # frozen ones, a teacher's, an averaged model's
                 for name, parameter in module.named_parameters(prefix):

@@ -34,11 +34,12 @@ def test_every_draw_after_a_capture_can_be_repeated(name: str) -> None:
 
 @pytest.mark.parametrize("name", DRAWS)
 def test_a_draw_is_seen_as_a_change_and_no_draw_as_none(name: str) -> None:
+    packer = rng.Packer()
     for _ in range(4):
-        before = rng.capture()
-        assert rng.same(before, rng.capture())
+        before = packer.pack(rng.capture())
+        assert before == packer.pack(rng.capture())
         DRAWS[name]()
-        assert not rng.same(before, rng.capture())
+        assert before != packer.pack(rng.capture())
 
 
 def test_a_generator_that_did_not_move_is_not_copied_again() -> None:
@@ -47,3 +48,13 @@ def test_a_generator_that_did_not_move_is_not_copied_again() -> None:
     one, other = rng.capture(), rng.capture()
     assert one["random"] is other["random"]
     assert one["numpy"] is other["numpy"]
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_a_packed_state_is_put_back_bit_for_bit(name: str) -> None:
+    draw = DRAWS[name]
+    for _ in range(3):
+        packed = rng.Packer().pack(rng.capture())
+        value = draw()
+        rng.restore({part: rng.unpacked(part, data) for part, data in packed.items()})
+        assert draw() == value
