@@ -22,6 +22,7 @@ from keepstep.trainer import solo
 from keepstep.trainer.journal import Journal, outputs_of
 from keepstep.trainer.work import DoneWork, GuardedWork
 from keepstep.wire.page import Page
+from keepstep.wire.ring import CODES, FIRST_PAIRED, GroupRing, Ring, group_label
 
 BACKEND_NAME = "keepstep"
 MAX_SWALLOWED = 100_000
@@ -68,6 +69,7 @@ class Groups:
         self.outstanding: deque[GuardedWork] = deque()
         self.journal: Journal | None = None
         self.page: Page | None = None
+        self.ring: Ring | None = None
         self.connect_new: Callable[[ElasticGroup], None] | None = None
         self.on_failure: Callable[[str], None] = lambda reason: None
         self.on_stranded: Callable[[], None] = lambda: None
@@ -98,6 +100,8 @@ class Groups:
         if self.place is not Place.SETUP:
             raise UsageError("dist.new_group() after the first step: make every group before run.steps().")
         self.members.append(group)
+        if self.ring is not None:
+            group.ring = self.ring.add_group()
         if self.connect_new is not None and not self.solo:
             self.connect_new(group)
 
@@ -153,6 +157,7 @@ class ElasticGroup(dist.ProcessGroup):
         self.ranks = list(ranks) if ranks else list(range(size))
         self.ordinal = registry.ordinal(self.ranks)
         self.inner: dist.ProcessGroup | None = None
+        self.ring: GroupRing | None = None
 
     @property
     def key(self) -> str:
@@ -162,6 +167,13 @@ class ElasticGroup(dist.ProcessGroup):
         """Play another rank from now on (a hot spare's promotion)."""
         self._own_rank = group_rank
         self.ranks = list(ranks)
+
+    def connected(self, inner: dist.ProcessGroup, generation: int) -> None:
+        """Communicate by `inner` from now on; collectives are numbered from 1 again."""
+        if self.ring is not None:
+            label = group_label(self.ranks, self.ordinal)
+            self.ring.begin(generation, self.key, label, self.size(), self.getRank())
+        self.inner = inner
 
     # ---- what torch asks of a group -------------------------------------------------------------
 
@@ -207,12 +219,18 @@ class ElasticGroup(dist.ProcessGroup):
         registry.collectives += 1
         if registry.page is not None:
             registry.page.collectives = registry.collectives  # a hang is told from who stands outside
+        place = 0
+        if self.ring is not None:
+            code = CODES.get(name, 0)
+            peer = _peer(arguments) if code >= FIRST_PAIRED else 0
+            place = self.ring.enter(code, _byte_count(arguments), peer)
         try:
             work = getattr(self.inner, name)(*arguments, **options)
         except RuntimeError as error:
+            self.noted_failure(place)
             self.collective_failed(name, arguments, error)
             return DoneWork(_result(arguments))
-        guarded = GuardedWork(work, self, name, arguments, registry.journal is not None)
+        guarded = GuardedWork(work, self, name, arguments, registry.journal is not None, place)
         registry.track(guarded)
         return guarded
 
@@ -252,6 +270,11 @@ class ElasticGroup(dist.ProcessGroup):
             )
         solo.answer(name, self.size(), self.getRank(), arguments)
 
+    def noted_failure(self, place: int) -> None:
+        """The collective with this place in the ring has failed."""
+        if self.ring is not None:
+            self.ring.failed(place)
+
     def keep_in_journal(self, name: str, arguments: tuple[Any, ...]) -> None:
         """Note a finished setup collective for whoever takes this rank later."""
         if self.registry.journal is not None:
@@ -268,6 +291,23 @@ def _result(arguments: tuple[Any, ...]) -> Any:
     if not arguments:
         return []
     return [arguments[0]] if isinstance(arguments[0], torch.Tensor) else arguments[0]
+
+
+def _byte_count(arguments: tuple[Any, ...]) -> int:
+    """Bytes of the first tensor: what the ring keeps of a collective's shape."""
+    first = arguments[0] if arguments else None
+    while type(first) is list and first:
+        first = first[0]
+    try:
+        return first.nbytes  # type: ignore[union-attr]
+    except AttributeError:
+        return 0
+
+
+def _peer(arguments: tuple[Any, ...]) -> int:
+    """The other rank, within the group, of a send or receive; -1: any."""
+    other = arguments[1] if len(arguments) > 1 else -1
+    return other if isinstance(other, int) and 0 <= other < 1 << 20 else -1
 
 
 def _is_background_thread() -> bool:

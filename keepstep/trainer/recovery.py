@@ -121,7 +121,8 @@ def connect_group(session: Session, group: Any) -> None:
     assert session.store is not None
     assert session.fabric is not None
     store = dist.PrefixStore(f"group/{group.key}", session.store)
-    group.inner = session.fabric.connect(store, group.getRank(), group.size(), GROUP_TIMEOUT_S)
+    inner = session.fabric.connect(store, group.getRank(), group.size(), GROUP_TIMEOUT_S)
+    group.connected(inner, session.page.generation)
 
 
 class Recovery:

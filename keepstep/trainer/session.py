@@ -42,6 +42,7 @@ from keepstep.trainer.node_gate import NodeGate
 from keepstep.trainer.store import AgentStore
 from keepstep.wire.messages import Fenced, JournalKept
 from keepstep.wire.page import Page, Phase
+from keepstep.wire.ring import Ring, ring_path
 
 if TYPE_CHECKING:
     from keepstep.trainer.ends import Ends
@@ -51,6 +52,14 @@ EXIT_STRANDED = 76
 STRANDED_TIMEOUT_S = 600.0
 COMPLAINT_REPEAT_S = 5.0
 AWAITING = frozenset({WorkerPhase.WAIT, WorkerPhase.LOAD})
+
+
+def _make_ring(identity: Identity) -> Ring | None:
+    """The ring of collectives beside the page; a full shared memory must not stop training for its sake."""
+    try:
+        return Ring.create(ring_path(identity.page_path), identity.worker)
+    except OSError:
+        return None
 
 
 class Released(BaseException):
@@ -85,6 +94,7 @@ class Session:
         self.groups.on_failure = self._on_collective_failure
         self.groups.on_stranded = self.strand
         self.groups.page = self.page
+        self.groups.ring = _make_ring(identity)
         self.faults = Faults.from_environment(self)
         self.resumption_due = False
         self.final_step = 0

@@ -38,7 +38,13 @@ class GuardedWork(_Work):
     """A running collective of the inner group. `wait()` never raises in a step: it poisons."""
 
     def __init__(
-        self, work: Any, group: ElasticGroup, name: str, arguments: tuple[Any, ...], journalled: bool
+        self,
+        work: Any,
+        group: ElasticGroup,
+        name: str,
+        arguments: tuple[Any, ...],
+        journalled: bool,
+        place: int = 0,
     ) -> None:
         super().__init__()
         self._work = work
@@ -46,6 +52,7 @@ class GuardedWork(_Work):
         self._name = name
         self._arguments: tuple[Any, ...] = arguments
         self._journalled = journalled
+        self._place = place  # in the group's ring
 
     def wait(self, timeout: Any = None) -> bool:
         work = self._work
@@ -56,6 +63,8 @@ class GuardedWork(_Work):
         except Exception as error:
             self._settle_failed(error)
         else:
+            if (ring := self._group.ring) is not None:
+                ring.ended(self._place)
             if self._journalled:
                 self._group.keep_in_journal(self._name, self._arguments)
         self._forget()
@@ -64,6 +73,7 @@ class GuardedWork(_Work):
     def _settle_failed(self, error: Exception) -> None:
         arguments = self._arguments
         self._forget()
+        self._group.noted_failure(self._place)
         self._group.collective_failed(self._name, arguments, error)
 
     def _forget(self) -> None:
@@ -96,7 +106,10 @@ class GuardedWork(_Work):
         try:
             work.wait()
         except Exception as error:
+            self._group.noted_failure(self._place)
             return f"{self._name}: {error}"
+        if (ring := self._group.ring) is not None:
+            ring.ended(self._place)
         return None
 
     def drain(self) -> None:
