@@ -28,7 +28,7 @@ from keepstep.agent.questions import Questions
 from keepstep.agent.socket import WorkerSocket
 from keepstep.agent.store import GenerationStore
 from keepstep.agent.suspects import Suspects
-from keepstep.agent.vitals import Vitals
+from keepstep.agent.vitals import PROGRESS_INTERVAL_S, Vitals
 from keepstep.agent.workers import Worker, Workers
 from keepstep.core.actions import Announce, KillWorker, Release, StandBy, StartWorker
 from keepstep.core.agent import Suspicion
@@ -100,6 +100,7 @@ class Agent:
         self._vitals = Vitals(
             self._workers,
             self._announcements,
+            node=config.node,
             send=self._controller.send,
             suspect=self._suspect,
             config=config.vitals,
@@ -143,6 +144,8 @@ class Agent:
         )
 
     def _welcomed(self, welcome: AgentWelcome) -> None:
+        # A large cluster wants to hear of each node less often: progress keeps to the same pace.
+        self._vitals.progress_s = max(PROGRESS_INTERVAL_S, welcome.heartbeat_s)
         if self._spec is not None:
             if welcome.job != self._spec.job:
                 raise WireError(

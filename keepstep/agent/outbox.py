@@ -1,6 +1,6 @@
 """Events on their way to the controller: bounded, and what matters is never dropped for want of room.
 
-A newer progress of a worker replaces its older one; when the box is full the oldest progress goes
+A newer progress of the node takes in its older one; when the box is full the oldest progress goes
 first, then the oldest event that only informs. Exits, complaints and failures always stay.
 """
 
@@ -8,8 +8,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from dataclasses import replace
 
-from keepstep.core.events import Event, FingerprintTaken, Progressed, Resumed, StateReceived, VerdictReached
+from keepstep.core.events import (
+    Event,
+    FingerprintTaken,
+    NodeProgressed,
+    Resumed,
+    StateReceived,
+    VerdictReached,
+)
 from keepstep.wire.messages import Answer
 
 LIMIT = 10_000
@@ -23,7 +31,7 @@ class Outbox:
         self.dropped = 0
         self._limit = limit
         self._events: OrderedDict[int, Event | Answer] = OrderedDict()
-        self._progress: dict[int, int] = {}
+        self._progress: int | None = None  # the ticket of the one progress that waits
         self._next = 0
         self._filled = asyncio.Event()
 
@@ -31,9 +39,9 @@ class Outbox:
         return len(self._events)
 
     def put(self, event: Event | Answer) -> None:
-        if isinstance(event, Progressed):
-            self._forget(self._progress.get(event.worker))
-            self._progress[event.worker] = self._next
+        if isinstance(event, NodeProgressed):
+            event = self._with_older(event)
+            self._progress = self._next
         self._events[self._next] = event
         self._next += 1
         if len(self._events) > self._limit:
@@ -51,8 +59,19 @@ class Outbox:
         """The event was sent."""
         self._forget(ticket)
 
+    def _with_older(self, event: NodeProgressed) -> NodeProgressed:
+        """The newer progress with what only the waiting older one says."""
+        if self._progress is None:
+            return event
+        older = self._events[self._progress]
+        assert isinstance(older, NodeProgressed)
+        self._forget(self._progress)
+        if older.generation != event.generation:
+            return event
+        return replace(event, steps={**older.steps, **event.steps})
+
     def _make_room(self) -> None:
-        victim = min(self._progress.values(), default=None)
+        victim = self._progress
         if victim is None:
             victim = next(
                 (ticket for ticket, event in self._events.items() if isinstance(event, _INFORM)), None
@@ -63,5 +82,5 @@ class Outbox:
 
     def _forget(self, ticket: int | None) -> None:
         event = None if ticket is None else self._events.pop(ticket, None)
-        if isinstance(event, Progressed):
-            self._progress.pop(event.worker, None)
+        if isinstance(event, NodeProgressed) and self._progress == ticket:
+            self._progress = None

@@ -15,7 +15,7 @@ from keepstep.agent.announcements import Announcements
 from keepstep.agent.evidence import phase_name
 from keepstep.agent.workers import Worker, Workers
 from keepstep.core.agent import Sample, Suspicion, VitalsConfig, VitalsMachine
-from keepstep.core.events import Progressed
+from keepstep.core.events import NodeProgressed
 
 SAMPLE_INTERVAL_S = 0.1
 PROGRESS_INTERVAL_S = 0.2
@@ -28,7 +28,7 @@ _ORDER = {"SETUP": 0, "BETWEEN": 1, "ASIDE": 1, "STEP": 2, "GATE": 3, "UPDATE": 
 class Vitals:
     """Samples until cancelled.
 
-    `send` gets Progressed whenever a worker got further, 5 times a second at most; `suspect` gets each
+    `send` gets NodeProgressed whenever workers got further, every `progress_s` at most; `suspect` gets each
     suspicion once.
     """
 
@@ -37,23 +37,27 @@ class Vitals:
         workers: Workers,
         announcements: Announcements,
         *,
-        send: Callable[[Progressed], None],
+        node: str,
+        send: Callable[[NodeProgressed], None],
         suspect: Callable[[Worker, Suspicion], None],
         config: VitalsConfig | None = None,
     ) -> None:
+        self.progress_s = PROGRESS_INTERVAL_S
+        self._node = node
         self._workers = workers
         self._announcements = announcements
         self._send = send
         self._suspect = suspect
         self._machine = VitalsMachine(config)
-        self._told: dict[int, Progressed] = {}
+        self._told: dict[int, int] = {}
+        self._told_published = -1
         self._told_s = 0.0
 
     async def run(self) -> None:
         while True:
             await asyncio.sleep(SAMPLE_INTERVAL_S)
             now_s = time.monotonic()
-            if now_s - self._told_s >= PROGRESS_INTERVAL_S:
+            if now_s - self._told_s >= self.progress_s:
                 self._told_s = now_s
                 self._tell_progress()
             watched = [worker for worker in self._workers.living() if not worker.killed_on_purpose]
@@ -83,14 +87,19 @@ class Vitals:
         return {number for number, point in far.items() if point == least != most}
 
     def _tell_progress(self) -> None:
-        for worker in self._workers.living():
-            page = worker.page
-            progress = Progressed(
-                worker=worker.number, generation=page.generation, step=page.step, published=page.published
+        generation = self._announcements.generation
+        if generation is None:
+            return
+        living = self._workers.living()
+        # A page that has not entered the newest generation counts the steps of the one before.
+        steps = {w.number: w.page.step for w in living if w.page.generation == generation}
+        published = self._workers.published()
+        news = {number: step for number, step in steps.items() if self._told.get(number) != step}
+        if news or published != self._told_published:
+            self._told, self._told_published = steps, published
+            self._send(
+                NodeProgressed(node=self._node, generation=generation, published=published, steps=news)
             )
-            if progress != self._told.get(worker.number):
-                self._told[worker.number] = progress
-                self._send(progress)
 
 
 def _sample(worker: Worker, others_wait: bool) -> Sample | None:

@@ -42,7 +42,7 @@ AGENT_EVENTS = (
     evt.WorkerExited,
     evt.WorkerSuspected,
     evt.Complained,
-    evt.Progressed,
+    evt.NodeProgressed,
     evt.KeeperMissed,
     evt.KeeperRegained,
     evt.VerdictReached,

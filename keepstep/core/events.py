@@ -145,6 +145,19 @@ class KeeperRegained:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NodeProgressed:
+    """From time to time, for all workers of a node that got further: worker -> committed steps.
+
+    `published`: steps that all ranks hold, over every page of that node.
+    """
+
+    node: str
+    generation: int
+    published: int
+    steps: Mapping[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class VerdictReached:
     """A member learned the verdict of `generation`.
 
@@ -255,6 +268,7 @@ Event = (
     | WorkerSuspected
     | Complained
     | Progressed
+    | NodeProgressed
     | KeeperMissed
     | KeeperRegained
     | VerdictReached

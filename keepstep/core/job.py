@@ -7,7 +7,7 @@ no process and no socket; time is the caller's, in seconds, and never goes back.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from keepstep.core.actions import Action, Persist
@@ -22,6 +22,7 @@ from keepstep.core.events import (
     FingerprintTaken,
     KeeperMissed,
     KeeperRegained,
+    NodeProgressed,
     PersistFailed,
     ProbeAnswered,
     Progressed,
@@ -104,7 +105,9 @@ class JobMachine:
             case Complained():
                 self._complained(event, now_s)
             case Progressed():
-                self._progressed(event)
+                self._progressed(event.published, {event.worker: event.step})
+            case NodeProgressed():
+                self._progressed(event.published, event.steps)
             case KeeperMissed():
                 keeper_missed(state, event)
             case KeeperRegained():
@@ -247,11 +250,11 @@ class JobMachine:
                 worker=event.worker, reason=event.reason, seen_s=now_s, until_s=until_s
             )
 
-    def _progressed(self, event: Progressed) -> None:
-        if not self.state.is_member(event.worker):
-            return
-        self.state.members.workers[event.worker].step = event.step
-        self._learn_published(event.worker, event.published)
+    def _progressed(self, published: int, steps: Mapping[int, int]) -> None:
+        for number, step in steps.items():
+            if self.state.is_member(number):
+                self.state.members.workers[number].step = step
+                self._learn_published(number, published)
 
     def _verdict_reached(self, event: VerdictReached, now_s: float) -> None:
         state = self.state

@@ -14,7 +14,7 @@ import pytest
 
 from keepstep.core.actions import KillWorker
 from keepstep.core.agent import Suspicion
-from keepstep.core.events import Progressed, WorkerExited, WorkerSuspected
+from keepstep.core.events import NodeProgressed, WorkerExited, WorkerSuspected
 
 pytestmark = pytest.mark.integration
 
@@ -116,7 +116,7 @@ def test_progress_is_told_when_there_is_some_and_not_too_often(node: Any) -> Non
         async with node(TRAIN + "for _ in range(50):\n  time.sleep(0.02); p.step += 1\nc.receive()") as n:
             await n.start(0)
             await n.announce(3, 0)
-            await n.event(Progressed, worker=0, step=50, generation=3)
+            await n.event(NodeProgressed, steps={0: 50}, generation=3)
             count = len(n.events)
             assert count < 20
             await asyncio.sleep(0.5)

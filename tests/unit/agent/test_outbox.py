@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 
 from keepstep.agent.outbox import Outbox
-from keepstep.core.events import Complained, Event, Progressed, Resumed, WorkerExited
+from keepstep.core.events import Complained, Event, NodeProgressed, Resumed, WorkerExited
 
 
-def progress(worker: int, step: int) -> Progressed:
-    return Progressed(worker=worker, generation=0, step=step, published=step)
+def progress(step: int, *workers: int, generation: int = 0) -> NodeProgressed:
+    steps = dict.fromkeys(workers or (0,), step)
+    return NodeProgressed(node="a", generation=generation, published=step, steps=steps)
 
 
 async def drained(outbox: Outbox) -> list[Event]:
@@ -21,24 +22,31 @@ async def drained(outbox: Outbox) -> list[Event]:
     return found
 
 
-def test_a_newer_progress_replaces_the_older_one() -> None:
+def test_a_newer_progress_takes_in_the_older_one() -> None:
     outbox = Outbox()
+    outbox.put(progress(3, 7))
     for step in range(1000):
-        outbox.put(progress(0, step))
-    outbox.put(progress(1, 5))
-    assert asyncio.run(drained(outbox)) == [progress(0, 999), progress(1, 5)]
+        outbox.put(progress(step, 0, 1))
+    newest = NodeProgressed(node="a", generation=0, published=999, steps={7: 3, 0: 999, 1: 999})
+    assert asyncio.run(drained(outbox)) == [newest]
+
+
+def test_progress_of_an_older_generation_is_not_mixed_in() -> None:
+    outbox = Outbox()
+    outbox.put(progress(9, 7))
+    outbox.put(progress(4, 0, generation=1))
+    assert asyncio.run(drained(outbox)) == [progress(4, 0, generation=1)]
 
 
 def test_exits_and_complaints_stay_when_the_box_is_full() -> None:
     outbox = Outbox(limit=4)
     exits = [WorkerExited(worker=w, status=1) for w in range(5)]
     complaint = Complained(worker=1, generation=0, reason="gone")
-    outbox.put(progress(7, 1))
-    outbox.put(progress(8, 1))
+    outbox.put(progress(1, 7))
     outbox.put(Resumed(worker=0, generation=0, step=1))
     for event in [complaint, *exits]:
         outbox.put(event)
-    assert outbox.dropped == 3
+    assert outbox.dropped == 2
     assert asyncio.run(drained(outbox)) == [complaint, *exits]
 
 
@@ -47,10 +55,10 @@ def test_an_event_stays_until_it_was_sent() -> None:
         outbox = Outbox()
         waiting = asyncio.create_task(outbox.first())
         await asyncio.sleep(0)
-        outbox.put(progress(0, 1))
+        outbox.put(progress(1))
         ticket, _ = await asyncio.wait_for(waiting, 5)
-        outbox.put(progress(0, 2))  # replaced while it was being sent: the newer one is still to come
+        outbox.put(progress(2))  # replaced while it was being sent: the newer one is still to come
         outbox.done(ticket)
-        assert await drained(outbox) == [progress(0, 2)]
+        assert await drained(outbox) == [progress(2)]
 
     asyncio.run(story())

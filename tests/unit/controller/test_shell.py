@@ -172,10 +172,14 @@ def test_an_entry_is_on_the_disk_before_the_actions_behind_it_are_done(tmp_path:
         assert [entry.kind for entry in reader.entries()] == ["incident", "generation", "end"]
 
 
+def progress(step: int) -> evt.NodeProgressed:
+    return evt.NodeProgressed(node="a", generation=0, published=step, steps={1: step})
+
+
 def test_a_ledger_that_cannot_be_written_is_said_once_and_the_job_goes_on(tmp_path: Path) -> None:
     machine = ScriptedMachine(
         {
-            evt.Progressed: (act.Persist(kind="incident", body={"number": 7}), act.Say(text="went on")),
+            evt.NodeProgressed: (act.Persist(kind="incident", body={"number": 7}), act.Say(text="went on")),
             evt.PersistFailed: lambda event: [act.Say(text=event.reason, level="error")],
             evt.StopRequested: (act.Persist(kind="end", body={}), *END),
         }
@@ -188,7 +192,7 @@ def test_a_ledger_that_cannot_be_written_is_said_once_and_the_job_goes_on(tmp_pa
                 "CREATE TRIGGER full BEFORE INSERT ON entries BEGIN SELECT RAISE(ABORT, 'disk full'); END"
             )
             for step in range(3):
-                await socket.send(encode(evt.Progressed(worker=1, generation=0, step=step, published=step)))
+                await socket.send(encode(progress(step)))
             await until(lambda: sum(text == "went on" for text, _ in job.said) == 3)
             status, body = await job.request("GET", "/api/incidents/7")
             assert status == 200 and body["number"] == 7
