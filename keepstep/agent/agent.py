@@ -24,13 +24,14 @@ from keepstep.agent.console import Console
 from keepstep.agent.desk import Desk
 from keepstep.agent.evidence import Evidence
 from keepstep.agent.guardian import Guardian
+from keepstep.agent.peers import Peers
 from keepstep.agent.questions import Questions
 from keepstep.agent.socket import WorkerSocket
 from keepstep.agent.store import GenerationStore
 from keepstep.agent.suspects import Suspects
 from keepstep.agent.vitals import PROGRESS_INTERVAL_S, Vitals
 from keepstep.agent.workers import Worker, Workers
-from keepstep.core.actions import Announce, KillWorker, Release, StandBy, StartWorker
+from keepstep.core.actions import Announce, KillWorker, Probe, Release, StandBy, StartWorker
 from keepstep.core.agent import Suspicion
 from keepstep.core.events import (
     UsageRefused,
@@ -89,10 +90,14 @@ class Agent:
         self._controller = ControllerConnection(
             config.controller_url, self._hello, self._welcomed, self._carry_out
         )
+        self._peers = Peers(
+            config, self._announcements, self._store, self._workers.page_of, self._workers.published
+        )
         self._desk = Desk(
             config.advertise,
             self._workers,
             self._announcements,
+            self._peers,
             send=self._controller.send,
             greeted=self._greeted,
         )
@@ -120,6 +125,7 @@ class Agent:
                 self._socket_dir / "agent.sock", self._config.token, self._desk, self._store
             )
             await self._socket.open()
+            await self._peers.open()
             self._spawn(self._controller.run())
             self._spawn(self._vitals.run())
             if self._config.embedded:
@@ -141,6 +147,8 @@ class Agent:
             pid=os.getpid(),
             advertise=self._config.advertise,
             workers=tuple(worker.number for worker in self._workers.living()),
+            labels=self._config.labels,
+            peer=self._peers.address,
         )
 
     def _welcomed(self, welcome: AgentWelcome) -> None:
@@ -165,7 +173,9 @@ class Agent:
         except (OSError, ValueError) as error:
             self._fail(UsageError(f"no place for the workers' shared memory: {error}"))
             return
-        self._spec = replace(spec, record_bytes=record_bytes, orphan_timeout_s=orphan_s)
+        ack_s = spec.record_ack_s if config.record_ack_s is None else config.record_ack_s
+        self._spec = replace(spec, record_bytes=record_bytes, orphan_timeout_s=orphan_s, record_ack_s=ack_s)
+        self._peers.world_size = spec.world_size
         self._desk.spec = self._spec
         if config.console is not None:
             self._console = Console(config.console, config.run_dir.absolute(), spec.tee, spec.redirects)
@@ -194,6 +204,8 @@ class Agent:
                 worker = self._workers.get(action.worker)
                 if worker is not None and worker.alive:
                     self._spawn(self._kill(worker, action))
+            case Probe():
+                self._peers.probe(action, self._controller.send)
             case Ask():
                 self._spawn(self._answer(action))
             case Stop():
@@ -220,6 +232,7 @@ class Agent:
         if not self._announcements.accept(announce):
             return
         self._store.announce(announce.generation.number)
+        self._peers.announce(announce)
         for worker in self._workers.living():
             news = self._announcements.news_for(worker.number)
             if self._console is not None:
@@ -322,6 +335,7 @@ class Agent:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._peers.close()
         if self._socket is not None:
             await self._socket.close()
         await asyncio.to_thread(self._tidy)

@@ -170,6 +170,8 @@ class Workers:
         self._on_exit(worker, event)
 
     def _superseded(self, dead: Worker) -> bool:
+        if self.published() >= dead.page.step + _SUPERSEDED_STEPS:
+            return True  # every rank holds a later step, wherever its records lie
         for rank in self._announcements.ranks_played(dead.number):
             players = self._announcements.players(rank)
             later = [self.page_of(number) for number in players[: players.index(dead.number)]]
