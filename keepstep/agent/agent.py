@@ -22,15 +22,16 @@ from keepstep.agent.config import AgentConfig
 from keepstep.agent.connection import ControllerConnection
 from keepstep.agent.console import Console
 from keepstep.agent.desk import Desk
+from keepstep.agent.evidence import Evidence
 from keepstep.agent.guardian import Guardian
+from keepstep.agent.peers import Peers
 from keepstep.agent.questions import Questions
 from keepstep.agent.socket import WorkerSocket
 from keepstep.agent.store import GenerationStore
 from keepstep.agent.suspects import Suspects
 from keepstep.agent.vitals import PROGRESS_INTERVAL_S, Vitals
-from keepstep.agent.witness import Witness
 from keepstep.agent.workers import Worker, Workers
-from keepstep.core.actions import Announce, KillWorker, Release, StandBy, StartWorker
+from keepstep.core.actions import Announce, KillWorker, Probe, Release, StandBy, StartWorker
 from keepstep.core.agent import Suspicion
 from keepstep.core.events import (
     UsageRefused,
@@ -74,6 +75,7 @@ class Agent:
         self._console: Console | None = None
 
         run_dir = config.run_dir.absolute()
+        self._evidence = Evidence(run_dir)
         self._announcements = Announcements()
         self.questions = Questions()
         self._store = GenerationStore()
@@ -85,22 +87,17 @@ class Agent:
             announcements=self._announcements,
             on_exit=self._worker_exited,
         )
-        self._witness = Witness(
-            node=config.node,
-            run_dir=run_dir,
-            token=config.token,
-            workers=self._workers,
-            announcements=self._announcements,
-            questions=self.questions,
-        )
-        self._evidence = self._witness.evidence
         self._controller = ControllerConnection(
             config.controller_url, self._hello, self._welcomed, self._carry_out
+        )
+        self._peers = Peers(
+            config, self._announcements, self._store, self._workers.page_of, self._workers.published
         )
         self._desk = Desk(
             config.advertise,
             self._workers,
             self._announcements,
+            self._peers,
             send=self._controller.send,
             greeted=self._greeted,
         )
@@ -128,9 +125,9 @@ class Agent:
                 self._socket_dir / "agent.sock", self._config.token, self._desk, self._store
             )
             await self._socket.open()
+            await self._peers.open()
             self._spawn(self._controller.run())
             self._spawn(self._vitals.run())
-            self._spawn(self._witness.log_times.run())
             if self._config.embedded:
                 self._spawn(self._end_without_controller())
             await self._over.wait()
@@ -150,6 +147,8 @@ class Agent:
             pid=os.getpid(),
             advertise=self._config.advertise,
             workers=tuple(worker.number for worker in self._workers.living()),
+            labels=self._config.labels,
+            peer=self._peers.address,
         )
 
     def _welcomed(self, welcome: AgentWelcome) -> None:
@@ -174,9 +173,10 @@ class Agent:
         except (OSError, ValueError) as error:
             self._fail(UsageError(f"no place for the workers' shared memory: {error}"))
             return
-        self._spec = replace(spec, record_bytes=record_bytes, orphan_timeout_s=orphan_s)
+        ack_s = spec.record_ack_s if config.record_ack_s is None else config.record_ack_s
+        self._spec = replace(spec, record_bytes=record_bytes, orphan_timeout_s=orphan_s, record_ack_s=ack_s)
+        self._peers.world_size = spec.world_size
         self._desk.spec = self._spec
-        self._witness.redactor.learn(spec.env)
         if config.console is not None:
             self._console = Console(config.console, config.run_dir.absolute(), spec.tee, spec.redirects)
             self._spawn(self._console.run())
@@ -204,6 +204,8 @@ class Agent:
                 worker = self._workers.get(action.worker)
                 if worker is not None and worker.alive:
                     self._spawn(self._kill(worker, action))
+            case Probe():
+                self._peers.probe(action, self._controller.send)
             case Ask():
                 self._spawn(self._answer(action))
             case Stop():
@@ -227,10 +229,10 @@ class Agent:
             self._console.follow(action.worker, action.slot)
 
     def _announce(self, announce: Announce) -> None:
-        self._witness.announced(announce)
         if not self._announcements.accept(announce):
             return
         self._store.announce(announce.generation.number)
+        self._peers.announce(announce)
         for worker in self._workers.living():
             news = self._announcements.news_for(worker.number)
             if self._console is not None:
@@ -270,7 +272,6 @@ class Agent:
 
     def _worker_exited(self, worker: Worker, event: WorkerExited) -> None:
         self._controller.send(event)
-        self._witness.ended(worker.number, event.status)
         # First the news, then the last lines; the end of the job cannot overtake them: it comes back through
         # this loop.
         failed = event.status != 0 and not self._stopping
@@ -334,6 +335,7 @@ class Agent:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._peers.close()
         if self._socket is not None:
             await self._socket.close()
         await asyncio.to_thread(self._tidy)

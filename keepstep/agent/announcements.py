@@ -88,6 +88,10 @@ class Announcements:
         found = self._players.get(rank, {})
         return sorted(found, key=lambda worker: found[worker], reverse=True)
 
+    def played_in(self, rank: int, worker: int) -> int:
+        """The newest generation in which a worker played a rank of this world; -1: never."""
+        return self._players.get(rank, {}).get(worker, -1)
+
     def since_the_start(self, worker: int) -> bool:
         """Whether a worker was a member of this world's first generation."""
         return self._member_since.get(worker) == self.fresh_since

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import ssl
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -28,8 +29,10 @@ class AgentConfig:
     """Checked when built. Raises UsageError with one line.
 
     `embedded`: the agent lives in `keepstep run`'s own process; its workers then end with that process.
-    `advertise`: the address that workers of this node bind to and tell others.
-    `record_bytes`, `orphan_timeout_s`: None takes the job's own (5 s when embedded).
+    `advertise`: the address that this agent and its workers bind to and tell others; `peer_port`: where the
+    agent listens for other nodes, 0 takes a free one. `labels`: what placement goes by ("rack", "zone").
+    `peer_server_tls`, `peer_client_tls`: for the connections from and to other nodes; None: without TLS.
+    `record_bytes`, `orphan_timeout_s`, `record_ack_s`: None takes the job's own (5 s when embedded).
     `vitals`: when a living worker is given up; None takes the core's own limits.
     `controller_timeout_s`: an embedded agent without its controller for so long ends everything.
     """
@@ -40,10 +43,15 @@ class AgentConfig:
     slots: int
     run_dir: Path
     advertise: str = "127.0.0.1"
+    peer_port: int = 0
+    labels: Mapping[str, str] = field(default_factory=dict)
+    peer_server_tls: ssl.SSLContext | None = None
+    peer_client_tls: ssl.SSLContext | None = None
     embedded: bool = False
     console: Callable[[ConsoleLine], None] | None = None
     record_bytes: int | None = None
     orphan_timeout_s: float | None = None
+    record_ack_s: float | None = None
     controller_timeout_s: float = 5.0
     stop_grace_s: float = 5.0
     vitals: VitalsConfig | None = None
@@ -62,10 +70,15 @@ class AgentConfig:
             raise UsageError(f"an agent needs at least one slot, not {self.slots}")
         if not self.advertise:
             raise UsageError("the advertised address is empty")
+        if not 0 <= self.peer_port < 65536:
+            raise UsageError(f"the port for other nodes must be between 0 and 65535, not {self.peer_port}")
+        for name, value in self.labels.items():
+            if not name or not isinstance(value, str):
+                raise UsageError(f"a label is NAME=VALUE, not {name!r}={value!r}")
         # A record travels as base64 in one frame.
         if self.record_bytes is not None and not 0 < self.record_bytes <= MAX_FRAME_BYTES // 2:
             raise UsageError(f"record size must be between 1 and {MAX_FRAME_BYTES // 2} bytes")
-        for name in ("orphan_timeout_s", "controller_timeout_s", "stop_grace_s"):
-            value = getattr(self, name)
-            if value is not None and value < 0:
-                raise UsageError(f"{name} must not be negative, not {value}")
+        for name in ("orphan_timeout_s", "record_ack_s", "controller_timeout_s", "stop_grace_s"):
+            seconds = getattr(self, name)
+            if seconds is not None and seconds < 0:
+                raise UsageError(f"{name} must not be negative, not {seconds}")

@@ -7,13 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 from keepstep.agent.announcements import Announcements
-from keepstep.agent.records import Records
+from keepstep.agent.peers import Peers
 from keepstep.agent.socket import Link
 from keepstep.agent.workers import Workers
 from keepstep.core.events import (
     Complained,
     Event,
     FingerprintTaken,
+    KeeperMissed,
+    KeeperRegained,
     Resumed,
     ScriptFailed,
     StateReceived,
@@ -31,6 +33,8 @@ _FORWARDED = (
     StateReceived,
     Resumed,
     FingerprintTaken,
+    KeeperMissed,
+    KeeperRegained,
     ScriptFailed,
     UsageRefused,
     WorkerFinished,
@@ -45,6 +49,7 @@ class Desk:
         advertise: str,
         workers: Workers,
         announcements: Announcements,
+        peers: Peers,
         *,
         send: Callable[[Event], None],
         greeted: Callable[[int], None],
@@ -53,7 +58,7 @@ class Desk:
         self._advertise = advertise
         self._workers = workers
         self._announcements = announcements
-        self._records = Records(announcements, workers.page_of)
+        self._peers = peers
         self._send = send
         self._greeted = greeted
 
@@ -83,6 +88,7 @@ class Desk:
                 record_bytes=spec.record_bytes,
                 orphan_timeout_s=spec.orphan_timeout_s,
                 advertise=self._advertise,
+                record_ack_s=spec.record_ack_s,
             )
         )
         for message in self._announcements.greetings(link.worker):
@@ -97,11 +103,11 @@ class Desk:
                 published = max(message.published, self._workers.published())
                 self._send(replace(message, published=published))
             case Fetch():
-                link.send(self._records.fetch(message))
+                self._peers.fetch(link.worker, message, link.send)
             case JournalKept():
                 if self.spec is None or not 0 <= message.rank < self.spec.world_size:
                     raise WireError(f"there is no rank {message.rank} to keep a journal for")
-                self._records.keep_journal(message)
+                self._peers.journals.keep(message.rank, message.data)
             case _ if isinstance(message, _FORWARDED):
                 self._send(message)
             case _:

@@ -1,66 +1,108 @@
-"""What a replacement asks for: the record of its rank out of the dead's pages, and the rank's journal.
+"""What of a rank's records lies on this node: in the pages of its workers, and kept for other nodes.
 
-It reads pages and keeps journals in memory; who asks, and over what, it does not know.
+Local memory only: it reads pages, and answers this node's workers and other agents alike. Who asks, and what
+lies elsewhere, it does not know.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from keepstep.agent.announcements import Announcements
-from keepstep.wire.messages import Fetch, Fetched, JournalKept
-from keepstep.wire.page import Page, Record
+from keepstep.agent.kept import KeptRecords
+from keepstep.wire.messages import PeerFetch, PeerFetched
+from keepstep.wire.page import Page
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """One record that fits. `node`: where it lies, "" for here; the rest as in PeerFetched."""
+
+    kind: str
+    step: int
+    worker: int
+    played: int
+    sequence: int
+    final: bool
+    data: bytes
+    node: str = ""
+
+    @property
+    def order(self) -> tuple[bool, int, bool, int]:
+        """The least is the best. A record of the step's start also holds what the block's end changed: it
+        comes first wherever it lies. Among equals the newest player's counts, then what is surely its last."""
+        return (self.kind != "start", -self.played, not self.final, -self.sequence)
+
+    def describe(self) -> str:
+        where = f" on {self.node}" if self.node else ""
+        return f"{self.kind} of step {self.step}, kept by worker {self.worker}{where}"
 
 
 class Records:
-    """Finds records and journals of ranks. `page_of`: the page of a local worker, living or dead."""
+    """Finds records of ranks. `page_of`: the page of a local worker, living or dead."""
 
-    def __init__(self, announcements: Announcements, page_of: Callable[[int], Page | None]) -> None:
+    def __init__(
+        self, announcements: Announcements, page_of: Callable[[int], Page | None], kept: KeptRecords
+    ) -> None:
         self._announcements = announcements
         self._page_of = page_of
-        self._journals: dict[int, bytes] = {}
+        self._kept = kept
 
-    def keep_journal(self, kept: JournalKept) -> None:
-        """The newest journal of a rank replaces the one before."""
-        self._journals[kept.rank] = kept.data
+    def find(self, rank: int, lineage: str) -> Found | None:
+        """The best record that fits the lineage here."""
+        fitting = [found for found in self._all(rank) if found[0] == lineage]
+        return min((found for _, found in fitting), key=lambda found: found.order, default=None)
 
-    def fetch(self, fetch: Fetch) -> Fetched:
-        """The answer; `detail` tells "start" or "gate" and where a record came from, or why there is none."""
-        if fetch.what == "journal":
-            data = self._journals.get(fetch.rank)
-            detail = "" if data is not None else f"no journal of rank {fetch.rank} is kept on this node"
-            return Fetched(request=fetch.request, data=data, detail=detail)
-        found = self._find(fetch.rank, fetch.lineage)
+    def steps(self, rank: int) -> tuple[int, ...]:
+        """The steps of all records of a rank that lie here, whatever their lineage."""
+        return tuple(sorted({found.step for _, found in self._all(rank)}))
+
+    def answer(self, fetch: PeerFetch) -> PeerFetched:
+        """To another agent. What this node knows of an earlier world than the asking one's says nothing."""
+        if fetch.fresh_since > self._announcements.fresh_since and self._announcements.newest is not None:
+            return PeerFetched(data=None)
+        found = self.find(fetch.rank, fetch.lineage)
         if found is None:
-            return Fetched(request=fetch.request, data=None, detail=self._explain(fetch))
-        worker, record = found
-        detail = f"{record.kind} of step {record.step}, kept by worker {worker}"
-        return Fetched(request=fetch.request, data=record.payload, detail=detail)
+            return PeerFetched(data=None, steps=self.steps(fetch.rank))
+        return PeerFetched(
+            data=found.data,
+            kind=found.kind,
+            step=found.step,
+            worker=found.worker,
+            played=found.played,
+            final=found.final,
+        )
 
-    def _find(self, rank: int, lineage: str) -> tuple[int, Record] | None:
-        # A record of the step's start also holds what the block's end changed: it comes first wherever it
-        # lies. Among equals the newest player's counts.
-        fitting = [
-            (record.kind != "start", age, -record.sequence, worker, record)
-            for age, worker in enumerate(self._announcements.players(rank))
+    def _all(self, rank: int) -> list[tuple[str, Found]]:
+        """(lineage, record) of everything about a rank."""
+        known = self._announcements
+        every = [
+            (
+                record.lineage,
+                Found(
+                    kind=record.kind,
+                    step=record.step,
+                    worker=worker,
+                    played=known.played_in(rank, worker),
+                    sequence=record.sequence,
+                    final=True,  # a page holds all that its worker wrote
+                    data=record.payload,
+                ),
+            )
+            for worker in known.players(rank)
             if (page := self._page_of(worker)) is not None
             for record in page.records()
-            if record.lineage == lineage
         ]
-        if not fitting:
-            return None
-        *_, worker, record = min(fitting, key=lambda entry: entry[:3])
-        return worker, record
-
-    def _explain(self, fetch: Fetch) -> str:
-        players = self._announcements.players(fetch.rank)
-        if not players:
-            return f"rank {fetch.rank} was never played in this world"
-        steps = [
-            record.step
-            for worker in players
-            if (page := self._page_of(worker)) is not None
-            for record in page.records()
-        ]
-        kept = f"kept are steps {sorted(set(steps))}" if steps else "none is kept on this node"
-        return f"no record of rank {fetch.rank} fits the lineage {fetch.lineage or 'of the start'}: {kept}"
+        for worker, generation, record, final in self._kept.of_rank(rank):
+            found = Found(
+                kind=record.kind,
+                step=record.step,
+                worker=worker,
+                played=max(generation, known.played_in(rank, worker)),
+                sequence=record.sequence,
+                final=final,
+                data=record.payload,
+            )
+            every.append((record.lineage, found))
+        return every

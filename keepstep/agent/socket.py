@@ -13,15 +13,15 @@ import logging
 import os
 import socket
 import struct
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 from keepstep.agent.store import GenerationStore
+from keepstep.agent.store_session import StoreSession
 from keepstep.errors import WireError
 from keepstep.wire.codec import decode, encode
 from keepstep.wire.framing import MAX_FRAME_BYTES, frame, read_frame
-from keepstep.wire.messages import PROTOCOL_VERSION, Fenced, Hello, StoreReply, StoreRequest
+from keepstep.wire.messages import PROTOCOL_VERSION, Fenced, Hello
 
 HELLO_TIMEOUT_S = 10.0
 MAX_CONNECTIONS = 1024
@@ -145,26 +145,12 @@ class WorkerSocket:
     async def _serve_store(
         self, hello: Hello, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        # Requests are answered as they can be: a blocked `get` does not hold up the next request.
-        waiting: dict[int, Callable[[], None]] = {}
-
-        def answer(reply: StoreReply) -> None:
-            waiting.pop(reply.request, None)
-            _write(writer, reply)
-
+        session = StoreSession(self._store, lambda reply: _write(writer, reply))
         try:
             while (data := await read_frame(reader)) is not None:
-                request = decode(data)
-                if not isinstance(request, StoreRequest):
-                    raise WireError(f"{type(request).__name__} does not belong on a store connection")
-                if request.request in waiting:
-                    raise WireError(f"store request {request.request} is still unanswered")
-                give_up = self._store.serve(request, answer)
-                if give_up is not None:
-                    waiting[request.request] = give_up
+                session.received(data)
         finally:
-            for give_up in waiting.values():
-                give_up()
+            session.closed()
 
 
 def _peer(writer: asyncio.StreamWriter) -> tuple[int, int]:

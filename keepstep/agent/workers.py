@@ -19,7 +19,6 @@ from keepstep.core.events import WorkerExited
 from keepstep.errors import UsageError
 from keepstep.wire.messages import JobSpec
 from keepstep.wire.page import DEFAULT_RECORD_BYTES, Page
-from keepstep.wire.ring import ring_path
 
 # A rank's successor that is this many steps further holds records of its own for every step in question.
 _SUPERSEDED_STEPS = 2
@@ -128,7 +127,7 @@ class Workers:
                 del self._workers[worker.number]
                 self._announcements.forget(worker.number)
                 worker.page.close()
-                for path in (Path(worker.page.path), worker.stacks, Path(ring_path(worker.page.path))):
+                for path in (Path(worker.page.path), worker.stacks):
                     with contextlib.suppress(FileNotFoundError):
                         path.unlink()
 
@@ -171,6 +170,8 @@ class Workers:
         self._on_exit(worker, event)
 
     def _superseded(self, dead: Worker) -> bool:
+        if self.published() >= dead.page.step + _SUPERSEDED_STEPS:
+            return True  # every rank holds a later step, wherever its records lie
         for rank in self._announcements.ranks_played(dead.number):
             players = self._announcements.players(rank)
             later = [self.page_of(number) for number in players[: players.index(dead.number)]]

@@ -7,7 +7,7 @@ no process and no socket; time is the caller's, in seconds, and never goes back.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from keepstep.core.actions import Action, Persist
@@ -39,12 +39,21 @@ from keepstep.core.events import (
     WorkerSuspected,
 )
 from keepstep.core.job_config import JobConfig
-from keepstep.core.job_state import Complaint, Ending, JobState, say_status
+from keepstep.core.job_state import Ending, JobState, say_status
 from keepstep.core.keeping import keeper_missed, keeper_regained
 from keepstep.core.losses import USAGE_EXIT_CODE, member_lost, process_lost
 from keepstep.core.membership import Standing
 from keepstep.core.nodes import agent_joined, miss_absent, node_lost
-from keepstep.core.recovery import next_deadline_s, pursue, refill_later, restart_world
+from keepstep.core.recovery import next_deadline_s, pursue
+from keepstep.core.reports import (
+    complained,
+    counts,
+    fingerprint_taken,
+    learn_published,
+    progressed,
+    resumed,
+    verdict_reached,
+)
 from keepstep.core.resumption import rebuild
 from keepstep.core.snapshot import snapshot
 
@@ -103,24 +112,24 @@ class JobMachine:
             case WorkerSuspected():
                 self._worker_suspected(event, now_s)
             case Complained():
-                self._complained(event, now_s)
+                complained(state, event, now_s)
             case Progressed():
-                self._progressed(event.published, {event.worker: event.step})
+                progressed(state, event.published, {event.worker: event.step})
             case NodeProgressed():
-                self._progressed(event.published, event.steps)
+                progressed(state, event.published, event.steps)
             case KeeperMissed():
                 keeper_missed(state, event)
             case KeeperRegained():
                 keeper_regained(state, event)
             case VerdictReached():
-                self._verdict_reached(event, now_s)
+                verdict_reached(state, event, now_s)
             case StateReceived():
-                if state.incident is not None and self._counts(event.worker, event.generation):
+                if state.incident is not None and counts(state, event.worker, event.generation):
                     state.incident.learn_transfer(event)
             case Resumed():
-                self._resumed(event, now_s)
+                resumed(state, event, now_s)
             case FingerprintTaken():
-                self._fingerprint_taken(event)
+                fingerprint_taken(state, event)
             case ScriptFailed():
                 self._script_failed(event, now_s)
             case UsageRefused():
@@ -149,11 +158,6 @@ class JobMachine:
             config = state.config
             body = {"job": config.job, "world_size": config.world_size, "spares": config.spares}
             state.persist("job", {**body, "max_restarts": config.max_restarts, "observe": config.observe})
-
-    def _counts(self, worker: int, generation: int) -> bool:
-        """Whether a report comes from a member about the newest generation."""
-        newest = self.state.newest
-        return newest is not None and generation == newest.number and self.state.is_member(worker)
 
     # ---- nodes and workers ----------------------------------------------------------------------
 
@@ -184,7 +188,7 @@ class JobMachine:
                 worker.status = event.status  # evidence that its agent had kept for us
             return
         worker.step = max(worker.step, event.step)
-        self._learn_published(event.worker, event.published)
+        learn_published(state, event.worker, event.published)
         text = say_status(event.status, event.oom_killed)
         process_lost(state, worker, event.status, text, now_s, "death", event.first_evidence_s)
 
@@ -200,7 +204,7 @@ class JobMachine:
             else:
                 state.release((event.worker,))
             return
-        self._learn_published(event.worker, event.published)
+        learn_published(state, event.worker, event.published)
         if state.config.observe:
             text = f"would fence and kill {state.name(event.worker)}: {event.reason}"
             state.persist("note", {"about": "would", "text": text, "reason": event.reason})
@@ -217,102 +221,6 @@ class JobMachine:
             state.say(f"{name} is suspected: {event.reason}; it is replaced, no rank is touched", "warning")
         if state.over is None:
             state.kill(event.worker, event.reason)
-
-    # ---- what members report --------------------------------------------------------------------
-
-    def _learn_published(self, worker: int, published: int) -> None:
-        """How many steps all ranks hold. Only members count: another world's steps mean nothing."""
-        state = self.state
-        if not state.is_member(worker) or published <= state.published:
-            return
-        state.published = published
-        if not state.setup_over and published >= state.config.setup_steps:
-            assert state.newest is not None
-            state.setup_over = True
-            # A restarted controller must know that ranks may be replaced from now on.
-            state.persist("note", {"about": "setup_over", "generation": state.newest.number})
-
-    def _complained(self, event: Complained, now_s: float) -> None:
-        state = self.state
-        worker = state.members.workers.get(event.worker)
-        if worker is None or not state.is_member(event.worker) or state.newest is None:
-            return
-        worker.step = max(worker.step, event.step)
-        if state.finishing:
-            state.release((event.worker,))
-            return
-        if event.generation != state.newest.number:
-            return
-        self._learn_published(event.worker, event.published)
-        if state.complaint is None:
-            until_s = now_s + state.config.complaint_grace_s
-            state.complaint = Complaint(
-                worker=event.worker, reason=event.reason, seen_s=now_s, until_s=until_s
-            )
-
-    def _progressed(self, published: int, steps: Mapping[int, int]) -> None:
-        for number, step in steps.items():
-            if self.state.is_member(number):
-                self.state.members.workers[number].step = step
-                self._learn_published(number, published)
-
-    def _verdict_reached(self, event: VerdictReached, now_s: float) -> None:
-        state = self.state
-        if not self._counts(event.worker, event.generation):
-            return
-        if event.target is None:
-            state.say(f"generation {event.generation}: {event.reason}", "error")
-            incident = state.open_incident("complaint", event.reason, now_s, None, None)
-            incident.learn_verdict(event)
-            incident.steps_lost = max(incident.steps_lost, state.published)
-            restart_world(state, "rollback", f"no live copy is left ({event.reason})", now_s)
-            return
-        if state.incident is not None:
-            state.incident.learn_verdict(event)
-        if event.target < state.published:
-            lost = state.published - event.target
-            text = f"generation {event.generation} goes back from step {state.published} to {event.target}"
-            state.say(f"{text}: {lost} committed steps are lost ({event.reason})", "error")
-            state.persist("note", {"about": "rollback", "text": text})
-            state.published = event.target
-            if state.incident is not None:
-                state.incident.steps_lost += lost
-
-    def _resumed(self, event: Resumed, now_s: float) -> None:
-        state = self.state
-        if not self._counts(event.worker, event.generation) or state.newest is None:
-            return
-        state.members.workers[event.worker].step = event.step
-        state.resumed.add(event.worker)
-        state.start_failures = 0
-        if state.incident is None or not state.resumed.issuperset(state.newest.ranks) or state.gone():
-            return
-        incident = state.close_incident(now_s)
-        assert incident is not None
-        total_s = incident.total_s() or 0.0
-        state.say(
-            f"incident {incident.number} is over ({incident.resolution}) after {total_s:.3f} s: training goes on "
-            f"at step {event.step}; committed steps lost {incident.steps_lost}, "
-            f"steps computed again {incident.steps_recomputed}"
-        )
-        refill_later(state, now_s)
-
-    def _fingerprint_taken(self, event: FingerprintTaken) -> None:
-        state = self.state
-        if not state.is_member(event.worker):
-            return
-        other = state.fingerprints.disagreement(event)
-        if other is not None:
-            text = (
-                f"ranks {other.rank} (worker {other.worker}) and {event.rank} (worker {event.worker}) should hold "
-                f"the same bytes after step {event.step}, but differ: silent corruption, or state that is not "
-                f"replicated"
-            )
-            state.say(text, "error")
-            state.persist(
-                "note",
-                {"about": "fingerprint", "text": text, "step": event.step, "ranks": [other.rank, event.rank]},
-            )
 
     # ---- the end --------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from keepstep.core.incident import Victim
 from keepstep.core.job_state import JobState, exit_code_of
 from keepstep.core.membership import Standing, Worker
-from keepstep.core.recovery import refill_later
+from keepstep.core.waiting import refill_later
 
 USAGE_EXIT_CODE = 2
 

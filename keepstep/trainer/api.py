@@ -107,8 +107,8 @@ def _start_fresh(session: Session, generation: Generation) -> None:
     action = session.next_action()
     if not isinstance(action, Connect):
         raise ProtectionError(f"a fresh generation begins with Connect, not with {action}")
-    open_fabric(session, generation)
     try:
+        open_fabric(session, generation)
         meet(session, generation)
     except (ProtectionError, TimeoutError) as error:
         session.groups.poison(f"setup: {error}")

@@ -63,6 +63,7 @@ class Loop:
         self.session = session
         self.reports = reports
         self.recorder = Recorder(session.page, session.protected, session.link.welcome.record_bytes)
+        self.recorder.on_record = session.keeper.send
         self.exchange = StateExchange(session)
         self.recovery = Recovery(session, lambda action: self.exchange.receive(action, self))
         self.gate = Gate(session, self)
@@ -247,6 +248,7 @@ class Loop:
         self.recorder.write_gate(step, lineage, cursor, closed_gates)
         assert session.rank is not None
         self.reports.flush(session.rank, step - 1, session.generation_number)
+        session.keeper.await_kept()
         session.faults.at("gate")
 
     def recover(self) -> Outcome:

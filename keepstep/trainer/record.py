@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -86,6 +87,9 @@ class Recorder:
         self._stale: list[weakref.ref[torch.Tensor] | None] = []
         self._keeps_gradients = False
         self.late_changes = False
+        self.on_record: Callable[[str, int, str, bytes], None] | None = (
+            None  # sees a record before the page does
+        )
         self.start_rng: dict[str, Any] = {}  # at the start of the step under way
 
     @property
@@ -128,6 +132,8 @@ class Recorder:
                 f"the record of this rank has {len(payload)} bytes, the limit is {self._record_bytes}: "
                 f"protect large state as replicated, or raise --record-limit ({self._largest()})."
             )
+        if self.on_record is not None:
+            self.on_record(kind, step, lineage, payload)
         self._page.write_record(kind, step, lineage, payload)
         self._written, self._written_key = pieces, (step, lineage)
 

@@ -66,17 +66,21 @@ class Copied:
 def open_fabric(session: Session, generation: Generation) -> None:
     """Make store and gloo device of `generation`; drops those of the older one."""
     older = session.store
-    identity = session.identity
-    store = AgentStore(identity.socket_path, identity.hello("store"), f"g{generation.number}/")
-    fabric = make_fabric(session)
+    store = AgentStore(f"g{generation.number}/")
     with session.lock:
         if older is not None:
             older.close()
             session.retired_stores.append(older)  # torch's C++ side may still hold it
+        session.store = store  # from here on a newer generation frees whoever waits for its connection
+        if session.machine.next_generation is not None:
+            store.cut()
+    store.connect(session.directory.dial_store(generation))
+    fabric = make_fabric(session)
+    with session.lock:
         if session.node_gate is not None:
             session.node_gate.close()
             session.node_gate = None
-        session.store, session.fabric = store, fabric
+        session.fabric = fabric
         session.page.generation = generation.number
         session.copying.clear()
         if session.machine.next_generation is not None:

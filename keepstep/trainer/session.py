@@ -37,8 +37,10 @@ from keepstep.trainer.adapters.shard import shard_identity
 from keepstep.trainer.elastic import Groups, Place
 from keepstep.trainer.faults import Faults
 from keepstep.trainer.gloo import GlooFabric
+from keepstep.trainer.keeper import Keeper
 from keepstep.trainer.link import Identity, Link
 from keepstep.trainer.node_gate import NodeGate
+from keepstep.trainer.peer import Directory
 from keepstep.trainer.store import AgentStore
 from keepstep.wire.messages import Fenced, JournalKept
 from keepstep.wire.page import Page, Phase
@@ -89,7 +91,15 @@ class Session:
         self.copying = threading.Event()  # set: whoever copies state stops
         self.protected = Protected()
         self.page = Page.open(identity.page_path)
+        self.directory = Directory(identity)
         self.link = Link(identity, self._on_message)
+        self.keeper = Keeper(
+            self,
+            self.page,
+            self.link.welcome.record_ack_s,
+            lambda route, own: self.directory.dial(route, "keep", own),
+            self.link.send,
+        )
         self.groups = Groups(self.link.welcome.world_size)
         self.groups.on_failure = self._on_collective_failure
         self.groups.on_stranded = self.strand
@@ -131,6 +141,11 @@ class Session:
     def steps_done(self) -> int:
         """Committed steps of the script: without the gates after its last one."""
         return self.machine.step_count - self.closed_gates
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the gate that this worker stands at is over: its groups have failed, or are cut."""
+        return self.groups.poisoned
 
     @property
     def must_turn(self) -> bool:
@@ -206,6 +221,7 @@ class Session:
             self.store.cut()
         if self.node_gate is not None:
             self.node_gate.wake()
+        self.keeper.interrupt()
 
     def next_action(self) -> WorkerAction:
         """Wait for what to do next. Raises Released. The link's orphan timeout bounds the wait."""
@@ -231,6 +247,8 @@ class Session:
     def _on_message(self, message: Any) -> None:
         match message:
             case Announce(generation=generation):
+                self.directory.note(message)
+                self.keeper.turn(self.directory.keeper)
                 self._hear(generation)
             case StandBy():
                 with self.lock:

@@ -1,6 +1,6 @@
-"""The store of a generation, as torch sees it: a `dist.Store` over the agent's authenticated socket.
+"""The store of a generation, as torch sees it: a `dist.Store` over an authenticated connection to an agent.
 
-One client per generation and connection, so that cutting it (a newer generation came) frees
+Which agent, this node's own or another's, is the dialler's affair. One client per generation and connection, so that cutting it (a newer generation came) frees
 whoever waits in it. It knows nothing of generations: the caller prefixes the keys.
 """
 
@@ -9,14 +9,14 @@ from __future__ import annotations
 import itertools
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from keepstep.errors import ProtectionError
+from keepstep.errors import KeepstepError, ProtectionError
 from keepstep.wire import codec, framing
-from keepstep.wire.messages import Hello, StoreReply, StoreRequest
+from keepstep.wire.messages import StoreReply, StoreRequest
 
 DEFAULT_TIMEOUT_S = 60.0
 
@@ -26,36 +26,52 @@ class StoreCut(ProtectionError):  # noqa: N818 - reads better at the call sites
 
 
 class AgentStore(dist.Store):
-    """Keys and values held by an agent. Raises StoreCut once `cut()` or broken, TimeoutError when late."""
+    """Keys and values held by an agent. Raises StoreCut once `cut()` or broken, TimeoutError when late.
 
-    def __init__(self, path: str, hello: Hello, prefix: str) -> None:
+    Nothing is connected before `connect`, so that whoever may have to cut it can know it first.
+    """
+
+    def __init__(self, prefix: str) -> None:
         super().__init__()
         self._prefix = prefix
         self._timeout_s = DEFAULT_TIMEOUT_S
         self._requests = itertools.count(1)
         self._lock = threading.Lock()
         self._cut = False
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.settimeout(10.0)
-        try:
-            self._socket.connect(path)
-            framing.send_frame(self._socket, codec.encode(hello))
-        except OSError as error:
-            raise StoreCut(f"the agent's store at {path} cannot be reached: {error}") from error
+        self._shown = threading.Lock()  # guards which socket a cut shuts down
+        self._socket: socket.socket | None = None
+
+    def connect(self, dial: Callable[[Callable[[socket.socket], None]], socket.socket]) -> None:
+        """Connect by `dial`, which tells of its socket before it blocks. Raises StoreCut."""
+        with self._lock:
+            try:
+                dial(self._own)
+            except (OSError, KeepstepError) as error:
+                self._cut = True
+                raise StoreCut(f"the generation's store cannot be reached: {error}") from error
+
+    def _own(self, sock: socket.socket) -> None:
+        with self._shown:
+            if self._cut:
+                raise StoreCut("the store of this generation is cut")
+            self._socket = sock
 
     def cut(self) -> None:
-        """Free everybody who waits in this store; it never works again."""
-        self._cut = True
-        try:
-            self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
+        """Free everybody who waits in this store, or for its connection; it never works again."""
+        with self._shown:
+            self._cut = True
+            if self._socket is not None:
+                try:
+                    self._socket.shutdown(socket.SHUT_RDWR)
+                except OSError:
+                    pass
 
     def close(self) -> None:
         """Cut the connection and give back its descriptor."""
         self.cut()
         with self._lock:
-            self._socket.close()
+            if self._socket is not None:
+                self._socket.close()
 
     def _ask(
         self,
@@ -78,7 +94,7 @@ class AgentStore(dist.Store):
             timeout_s=limit_s,
         )
         with self._lock:
-            if self._cut:
+            if self._cut or self._socket is None:
                 raise StoreCut("the store of this generation is cut")
             try:
                 self._socket.settimeout(limit_s + 10.0)

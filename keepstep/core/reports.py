@@ -1,0 +1,115 @@
+"""What members report: how far they are, what failed, what the verdict was, that training goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from keepstep.core.events import (
+    Complained,
+    FingerprintTaken,
+    Resumed,
+    VerdictReached,
+)
+from keepstep.core.job_state import Complaint, JobState
+from keepstep.core.waiting import refill_later
+from keepstep.core.world import restart_world
+
+
+def counts(state: JobState, worker: int, generation: int) -> bool:
+    """Whether a report comes from a member about the newest generation."""
+    newest = state.newest
+    return newest is not None and generation == newest.number and state.is_member(worker)
+
+
+def learn_published(state: JobState, worker: int, published: int) -> None:
+    """How many steps all ranks hold. Only members count: another world's steps mean nothing."""
+    if not state.is_member(worker) or published <= state.published:
+        return
+    state.published = published
+    if not state.setup_over and published >= state.config.setup_steps:
+        assert state.newest is not None
+        state.setup_over = True
+        # A restarted controller must know that ranks may be replaced from now on.
+        state.persist("note", {"about": "setup_over", "generation": state.newest.number})
+
+
+def complained(state: JobState, event: Complained, now_s: float) -> None:
+    worker = state.members.workers.get(event.worker)
+    if worker is None or not state.is_member(event.worker) or state.newest is None:
+        return
+    worker.step = max(worker.step, event.step)
+    if state.finishing:
+        state.release((event.worker,))
+        return
+    if event.generation != state.newest.number:
+        return
+    learn_published(state, event.worker, event.published)
+    if state.complaint is None:
+        until_s = now_s + state.config.complaint_grace_s
+        state.complaint = Complaint(worker=event.worker, reason=event.reason, seen_s=now_s, until_s=until_s)
+
+
+def progressed(state: JobState, published: int, steps: Mapping[int, int]) -> None:
+    """`steps`: worker -> committed steps."""
+    for number, step in steps.items():
+        if state.is_member(number):
+            state.members.workers[number].step = step
+            learn_published(state, number, published)
+
+
+def verdict_reached(state: JobState, event: VerdictReached, now_s: float) -> None:
+    if not counts(state, event.worker, event.generation):
+        return
+    if event.target is None:
+        state.say(f"generation {event.generation}: {event.reason}", "error")
+        incident = state.open_incident("complaint", event.reason, now_s, None, None)
+        incident.learn_verdict(event)
+        incident.steps_lost = max(incident.steps_lost, state.published)
+        restart_world(state, "rollback", f"no live copy is left ({event.reason})", now_s)
+        return
+    if state.incident is not None:
+        state.incident.learn_verdict(event)
+    if event.target < state.published:
+        lost = state.published - event.target
+        text = f"generation {event.generation} goes back from step {state.published} to {event.target}"
+        state.say(f"{text}: {lost} committed steps are lost ({event.reason})", "error")
+        state.persist("note", {"about": "rollback", "text": text})
+        state.published = event.target
+        if state.incident is not None:
+            state.incident.steps_lost += lost
+
+
+def resumed(state: JobState, event: Resumed, now_s: float) -> None:
+    if not counts(state, event.worker, event.generation) or state.newest is None:
+        return
+    state.members.workers[event.worker].step = event.step
+    state.resumed.add(event.worker)
+    state.start_failures = 0
+    if state.incident is None or not state.resumed.issuperset(state.newest.ranks) or state.gone():
+        return
+    incident = state.close_incident(now_s)
+    assert incident is not None
+    total_s = incident.total_s() or 0.0
+    state.say(
+        f"incident {incident.number} is over ({incident.resolution}) after {total_s:.3f} s: training goes on "
+        f"at step {event.step}; committed steps lost {incident.steps_lost}, "
+        f"steps computed again {incident.steps_recomputed}"
+    )
+    refill_later(state, now_s)
+
+
+def fingerprint_taken(state: JobState, event: FingerprintTaken) -> None:
+    if not state.is_member(event.worker):
+        return
+    other = state.fingerprints.disagreement(event)
+    if other is not None:
+        text = (
+            f"ranks {other.rank} (worker {other.worker}) and {event.rank} (worker {event.worker}) should hold "
+            f"the same bytes after step {event.step}, but differ: silent corruption, or state that is not "
+            f"replicated"
+        )
+        state.say(text, "error")
+        state.persist(
+            "note",
+            {"about": "fingerprint", "text": text, "step": event.step, "ranks": [other.rank, event.rank]},
+        )
