@@ -22,7 +22,6 @@ from keepstep.agent.config import AgentConfig
 from keepstep.agent.connection import ControllerConnection
 from keepstep.agent.console import Console
 from keepstep.agent.desk import Desk
-from keepstep.agent.evidence import Evidence
 from keepstep.agent.guardian import Guardian
 from keepstep.agent.peers import Peers
 from keepstep.agent.questions import Questions
@@ -30,6 +29,7 @@ from keepstep.agent.socket import WorkerSocket
 from keepstep.agent.store import GenerationStore
 from keepstep.agent.suspects import Suspects
 from keepstep.agent.vitals import PROGRESS_INTERVAL_S, Vitals
+from keepstep.agent.witness import Witness
 from keepstep.agent.workers import Worker, Workers
 from keepstep.core.actions import Announce, KillWorker, Probe, Release, StandBy, StartWorker
 from keepstep.core.agent import Suspicion
@@ -75,7 +75,6 @@ class Agent:
         self._console: Console | None = None
 
         run_dir = config.run_dir.absolute()
-        self._evidence = Evidence(run_dir)
         self._announcements = Announcements()
         self.questions = Questions()
         self._store = GenerationStore()
@@ -87,6 +86,15 @@ class Agent:
             announcements=self._announcements,
             on_exit=self._worker_exited,
         )
+        self._witness = Witness(
+            node=config.node,
+            run_dir=run_dir,
+            token=config.token,
+            workers=self._workers,
+            announcements=self._announcements,
+            questions=self.questions,
+        )
+        self._evidence = self._witness.evidence
         self._controller = ControllerConnection(
             config.controller_url, self._hello, self._welcomed, self._carry_out
         )
@@ -128,6 +136,7 @@ class Agent:
             await self._peers.open()
             self._spawn(self._controller.run())
             self._spawn(self._vitals.run())
+            self._spawn(self._witness.log_times.run())
             if self._config.embedded:
                 self._spawn(self._end_without_controller())
             await self._over.wait()
@@ -177,6 +186,7 @@ class Agent:
         self._spec = replace(spec, record_bytes=record_bytes, orphan_timeout_s=orphan_s, record_ack_s=ack_s)
         self._peers.world_size = spec.world_size
         self._desk.spec = self._spec
+        self._witness.redactor.learn(spec.env)
         if config.console is not None:
             self._console = Console(config.console, config.run_dir.absolute(), spec.tee, spec.redirects)
             self._spawn(self._console.run())
@@ -229,6 +239,7 @@ class Agent:
             self._console.follow(action.worker, action.slot)
 
     def _announce(self, announce: Announce) -> None:
+        self._witness.announced(announce)
         if not self._announcements.accept(announce):
             return
         self._store.announce(announce.generation.number)
@@ -272,6 +283,7 @@ class Agent:
 
     def _worker_exited(self, worker: Worker, event: WorkerExited) -> None:
         self._controller.send(event)
+        self._witness.ended(worker.number, event.status)
         # First the news, then the last lines; the end of the job cannot overtake them: it comes back through
         # this loop.
         failed = event.status != 0 and not self._stopping

@@ -6,37 +6,40 @@ what could not is named. It kills nobody.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
 import os
-import shutil
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from keepstep.agent import procfs
+from keepstep.agent import procfs, stacks
 from keepstep.agent.logs import STREAMS, log_path, tail
+from keepstep.agent.redact import Redactor
+from keepstep.agent.rings import Rings, in_full, monotonic_offset_s
 from keepstep.agent.workers import Worker
 from keepstep.core.events import WorkerExited
 from keepstep.wire.page import Page
 
 DEADLINE_S = 2.0
-# The worker's library registers faulthandler for it, with the file named by KEEPSTEP_STACKS.
-STACKS_SIGNAL = signal.SIGUSR2
-STACKS_WAIT_S = 0.5
 LOG_TAIL_BYTES = 64 << 10
 SUMMARY_LINES = 30
 _PROC_FILES = ("status", "wchan", "stack", "syscall", "cmdline", "limits")
 
 
 class Evidence:
-    """Writes `run_dir/evidence/worker-<w>-<n>/`."""
+    """Writes `run_dir/evidence/worker-<w>-<n>/`. `known`: the newest summary of each worker."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, redactor: Redactor | None = None, rings: Rings | None = None) -> None:
         self._run_dir = run_dir
+        self._redactor = redactor or Redactor()
+        self._rings = rings
+        self.known: dict[int, dict[str, Any]] = {}
+        self._folders: dict[int, list[str]] = {}
+
+    def folders(self, worker: int) -> list[str]:
+        """What was written about a worker so far, relative to the run directory."""
+        return list(self._folders.get(worker, ()))
 
     def at_once(self, worker: Worker, reason: str) -> dict[str, Any]:
         """What can be read without waiting: state, counters, memory."""
@@ -58,16 +61,19 @@ class Evidence:
         """Everything about a living worker, its Python stacks included; adds to `facts` what it finds."""
         deadline = time.monotonic() + deadline_s
         pid = worker.python_pid or worker.process.pid
+        self.known[worker.number] = facts
         folder = self._folder(worker.number)
         facts["folder"] = str(folder.relative_to(self._run_dir))
         for name in _PROC_FILES:
-            _write(folder / f"proc-{name}", procfs.read(pid, name))
+            self._write(folder / f"proc-{name}", procfs.read(pid, name))
+        self._keep_collectives(worker.number, folder)
         self._keep_logs(worker.number, folder)
-        stacks, source = await _stacks(pid, worker.stacks, deadline)
-        _write(folder / "stacks.txt", stacks)
+        taken, source = await stacks.take(pid, worker.stacks, deadline)
+        self._write(folder / "stacks.txt", taken)
         facts["stacks_from"] = source
-        facts["stacks"] = _text(stacks).splitlines()[:SUMMARY_LINES]
-        _write_summary(folder, facts)
+        facts["stacks"] = _text(taken).splitlines()[:SUMMARY_LINES]
+        facts["main_thread"] = stacks.main_thread(_text(taken))
+        self._write_summary(folder, facts)
 
     def of_dead(self, worker: Worker, event: WorkerExited) -> None:
         """What a dead worker left: how it ended, its counters, its last lines."""
@@ -78,8 +84,11 @@ class Evidence:
             "oom_killed": event.oom_killed,
             **_page_facts(worker.page),
         }
+        # A suspect that was killed has told more than its end does.
+        self.known[worker.number] = {**self.known.get(worker.number, {}), **summary}
+        self._keep_collectives(worker.number, folder)
         self._keep_logs(worker.number, folder)
-        _write_summary(folder, summary)
+        self._write_summary(folder, summary)
 
     def _folder(self, worker: int) -> Path:
         root = self._run_dir / "evidence"
@@ -88,13 +97,34 @@ class Evidence:
             folder = root / f"worker-{worker}-{number}"
             try:
                 folder.mkdir(parents=True)
+                self._folders.setdefault(worker, []).append(str(folder.relative_to(self._run_dir)))
                 return folder
             except FileExistsError:
                 number += 1
 
     def _keep_logs(self, worker: int, folder: Path) -> None:
         for stream in STREAMS:
-            _write(folder / f"{stream}.tail", tail(log_path(self._run_dir, worker, stream), LOG_TAIL_BYTES))
+            path = log_path(self._run_dir, worker, stream)
+            self._write(folder / f"{stream}.tail", tail_of_lines(path, LOG_TAIL_BYTES))
+
+    def _keep_collectives(self, worker: int, folder: Path) -> None:
+        groups = in_full(self._rings.copy(worker), monotonic_offset_s()) if self._rings else []
+        if groups:
+            (folder / "collectives.json").write_text(json.dumps(groups, indent=1) + "\n")
+
+    def _write(self, path: Path, data: bytes | None) -> None:
+        if data:
+            path.write_bytes(self._redactor.clean(data))
+
+    def _write_summary(self, folder: Path, summary: dict[str, Any]) -> None:
+        text = json.dumps(summary, indent=1) + "\n"
+        (folder / "summary.json").write_text(self._redactor.clean_text(text))
+
+
+def tail_of_lines(path: Path, limit: int) -> bytes:
+    """The last whole lines of a file: a cut one may begin in the middle of a secret."""
+    data = tail(path, limit)
+    return data.partition(b"\n")[2] if len(data) == limit else data
 
 
 def describe_status(status: int) -> str:
@@ -105,65 +135,6 @@ def describe_status(status: int) -> str:
         return signal.Signals(-status).name
     except ValueError:
         return f"signal {-status}"
-
-
-async def _stacks(pid: int, file: Path, deadline: float) -> tuple[bytes, str]:
-    """Python stacks of all threads and where they come from: the process itself, or py-spy."""
-    found = procfs.stat(pid)
-    if found is None:
-        return b"", "the process was gone"
-    # Unasked, the signal would kill a process that has no handler for it; a stopped one cannot answer.
-    if found.state not in "Tt" and file.exists() and procfs.catches(pid, STACKS_SIGNAL):
-        dumped = await _dumped(pid, file, min(deadline, time.monotonic() + STACKS_WAIT_S))
-        if dumped:
-            return dumped, "faulthandler"
-    return await _py_spy(pid, deadline)
-
-
-async def _dumped(pid: int, file: Path, deadline: float) -> bytes:
-    before = file.stat().st_size
-    try:
-        os.kill(pid, STACKS_SIGNAL)
-    except ProcessLookupError:
-        return b""
-    size = before
-    while time.monotonic() < deadline:
-        await asyncio.sleep(0.02)
-        grown = file.stat().st_size
-        if grown > before and grown == size:  # it no longer grows: the dump is whole
-            break
-        size = grown
-    return tail(file, size - before) if size > before else b""
-
-
-async def _py_spy(pid: int, deadline: float) -> tuple[bytes, str]:
-    beside = Path(sys.executable).with_name("py-spy")
-    tool = str(beside) if beside.exists() else shutil.which("py-spy")
-    if tool is None:
-        return b"", "nowhere: the process does not answer and py-spy is not installed"
-    # --nonblocking: it must not stop (and then continue!) a process that was stopped on purpose.
-    child = await asyncio.create_subprocess_exec(
-        tool,
-        "dump",
-        "--nonblocking",
-        "--pid",
-        str(pid),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    try:
-        output, errors = await asyncio.wait_for(child.communicate(), max(0.0, deadline - time.monotonic()))
-    except TimeoutError:
-        return b"", "nowhere: py-spy took too long"
-    finally:
-        if child.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                child.kill()
-            await child.wait()
-    if child.returncode:
-        return b"", f"nowhere: py-spy says {_text(errors).strip()[-200:]}"
-    return output, "py-spy"
 
 
 def _page_facts(page: Page) -> dict[str, Any]:
@@ -209,12 +180,3 @@ def _count_files(pid: int) -> int | None:
 
 def _text(data: bytes | None) -> str:
     return (data or b"").decode("utf-8", "backslashreplace")
-
-
-def _write(path: Path, data: bytes | None) -> None:
-    if data:
-        path.write_bytes(data)
-
-
-def _write_summary(folder: Path, summary: dict[str, Any]) -> None:
-    (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")

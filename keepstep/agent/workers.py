@@ -19,6 +19,7 @@ from keepstep.core.events import WorkerExited
 from keepstep.errors import UsageError
 from keepstep.wire.messages import JobSpec
 from keepstep.wire.page import DEFAULT_RECORD_BYTES, Page
+from keepstep.wire.ring import ring_path
 
 # A rank's successor that is this many steps further holds records of its own for every step in question.
 _SUPERSEDED_STEPS = 2
@@ -127,7 +128,7 @@ class Workers:
                 del self._workers[worker.number]
                 self._announcements.forget(worker.number)
                 worker.page.close()
-                for path in (Path(worker.page.path), worker.stacks):
+                for path in (Path(worker.page.path), worker.stacks, Path(ring_path(worker.page.path))):
                     with contextlib.suppress(FileNotFoundError):
                         path.unlink()
 

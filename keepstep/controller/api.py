@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from keepstep.controller import evidence_api
 from keepstep.controller.agents import same_token
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ def build_app(controller: Controller) -> Starlette:
             Route("/api/incidents", incidents),
             Route("/api/incidents/{number:int}", incident),
             Route("/api/stop", stop, methods=["POST"]),
+            *evidence_api.routes(controller),
             WebSocketRoute("/agent", controller.serve_agent),
         ],
         exception_handlers={HTTPException: _error},

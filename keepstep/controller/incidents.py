@@ -31,7 +31,9 @@ class IncidentBook:
         return book
 
     def add(self, kind: str, body: Mapping[str, Any], time_s: float) -> None:
-        """Take in one entry; other kinds than incidents are ignored. `time_s`: Unix time of the entry."""
+        """Take in one entry; what is not about an incident is ignored. `time_s`: Unix time of the entry."""
+        if kind == "note" and body.get("about") == "evidence":
+            self._add_evidence(body)
         if kind not in _KINDS:
             return
         number = body.get("number", body.get("incident"))
@@ -46,6 +48,13 @@ class IncidentBook:
         found["phases_s"] = phases
         if kind == "incident_closed":
             found["state"] = "closed"
+
+    def _add_evidence(self, body: Mapping[str, Any]) -> None:
+        """What the nodes saw: `blame`, and under `gathered` how the ranks stood and where the files are."""
+        found = self._incidents.get(int(body["incident"]))
+        if found is not None:
+            found["blame"] = body.get("blame")
+            found["gathered"] = {name: body.get(name) for name in ("generation", "stands", "nodes")}
 
     def all(self) -> list[dict[str, Any]]:
         """Oldest first."""

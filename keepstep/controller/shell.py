@@ -20,6 +20,7 @@ from starlette.websockets import WebSocket
 from keepstep.controller import agents as wire_side
 from keepstep.controller.agents import AgentLink
 from keepstep.controller.incidents import IncidentBook
+from keepstep.controller.inquiry import Inquiries
 from keepstep.controller.ledger import Ledger, LedgerWriteFailed
 from keepstep.controller.view import live_status
 from keepstep.core import actions as act
@@ -32,6 +33,7 @@ MAX_WAITING_EVENTS = 10_000
 AGENT_RETURN_TIMEOUT_S = 30.0
 FAREWELL_TIMEOUT_S = 15.0
 HARD_FAREWELL_TIMEOUT_S = 3.0
+INQUIRY_TIMEOUT_S = 4.0
 BROKEN_EXIT_CODE = 70  # sysexits.h: an internal software error
 
 
@@ -64,14 +66,12 @@ class Controller:
         self.token = token
         self.spec = spec
         self.incidents = IncidentBook()
-        for entry in ledger.entries():
-            self.incidents.add(entry.kind, entry.value(), entry.time_s)
         self._machine = machine
         self._started_s = time.time()
         self._ledger = ledger
         self._say = say
         self._agent_return_timeout_s = agent_return_timeout_s
-        self._events: asyncio.Queue[evt.Event] = asyncio.Queue(MAX_WAITING_EVENTS)
+        self._events: asyncio.Queue[evt.Event | act.Persist] = asyncio.Queue(MAX_WAITING_EVENTS)
         self._own_events: collections.deque[evt.Event] = collections.deque()  # of the machine's task itself
         self._links: dict[str, AgentLink] = {}
         self._places: dict[int, tuple[str, int]] = {}  # worker -> node, slot
@@ -81,6 +81,10 @@ class Controller:
         self._hard = asyncio.Event()
         self._all_gone = asyncio.Event()
         self._disk = ThreadPoolExecutor(1, "keepstep-ledger")
+        self._inquiries = Inquiries(ask=self.ask, nodes=lambda: self.nodes, note=self._note, say=say)
+        for entry in ledger.entries():
+            self.incidents.add(entry.kind, entry.value(), entry.time_s)
+            self._inquiries.resume(entry.kind, entry.value())
 
     # ---- what others may call ---------------------------------------------------------------------
 
@@ -153,7 +157,10 @@ class Controller:
         try:
             while self._end is None:
                 event = await self._next_event()
-                await self._step(event)
+                if isinstance(event, act.Persist):
+                    await self._persist([event])  # a note of ours, not the machine's affair
+                else:
+                    await self._step(event)
             return self._end.exit_code
         except Exception:
             log.exception("the controller is broken")
@@ -162,12 +169,13 @@ class Controller:
             self._hard.set()
             return self._end.exit_code
         finally:
+            await self._finish_inquiries()
             await self._see_agents_off()
             for timer in self._returns.values():
                 timer.cancel()
             self._disk.shutdown(wait=True)
 
-    async def _next_event(self) -> evt.Event:
+    async def _next_event(self) -> evt.Event | act.Persist:
         if self._own_events:
             return self._own_events.popleft()
         now_s = time.monotonic()
@@ -192,6 +200,7 @@ class Controller:
         for action in actions:
             if isinstance(action, act.Persist):
                 entries.append(action)
+                self._inquiries.wrote(action.kind, action.body)
                 continue
             await self._persist(entries)
             entries = []
@@ -247,6 +256,18 @@ class Controller:
                     f"the ledger can be written again ({self._entries_lost} entries are missing)", "warning"
                 )
             self._entries_lost = 0
+
+    def _note(self, body: dict[str, Any]) -> None:
+        """Have the machine's task write a note, between two of its steps."""
+        with contextlib.suppress(asyncio.QueueFull):
+            self._events.put_nowait(act.Persist(kind="note", body=body))
+
+    async def _finish_inquiries(self) -> None:
+        """Evidence of an incident with which the job ends is gathered while the agents are there."""
+        if not self._hard.is_set():
+            await self._inquiries.finish(INQUIRY_TIMEOUT_S)
+        left = [self._events.get_nowait() for _ in range(self._events.qsize())]
+        await self._persist([entry for entry in left if isinstance(entry, act.Persist)])
 
     # ---- agents -----------------------------------------------------------------------------------
 

@@ -126,7 +126,8 @@ class VitalsMachine:
         return max(self.config.floor_s, self.config.pace_factor * max(self._step_times_s))
 
     def _learn_pace(self, watch: _Watch, sample: Sample, now_s: float) -> None:
-        if sample.step > watch.step:
+        # Up to its first commit a worker also imports, builds and compiles: that is no step's pace.
+        if sample.step > watch.step > 0:
             self._step_times_s.append((now_s - watch.step_s) / (sample.step - watch.step))
         if sample.step != watch.step:
             watch.step, watch.step_s = sample.step, now_s
