@@ -12,6 +12,7 @@ from keepstep.controller.incidents import IncidentBook
 from keepstep.controller.ledger import LedgerReader
 from keepstep.controller.rundir import Address, RunDirectory, newest_run
 from keepstep.controller.view import past_status
+from keepstep.core.replica_rules import past_replicas
 from keepstep.errors import KeepstepError, UsageError
 
 ASK_TIMEOUT_S = 5.0
@@ -76,3 +77,15 @@ def incidents_of_run(run: RunDirectory) -> list[dict[str, Any]]:
             pass  # as above
     with LedgerReader(run.ledger) as reader:
         return IncidentBook.from_entries(reader.entries()).all()
+
+
+def replicas_of(run: RunDirectory) -> dict[str, Any]:
+    """Which bytes of the state have how many live twins; of an ended job, as they lay in its last generation."""
+    address = run.address()
+    if address is not None:
+        try:
+            return {**ask(address, "/api/replicas"), "live": True}
+        except NoAnswer:
+            pass  # as above
+    with LedgerReader(run.ledger) as reader:
+        return {**past_replicas((entry.kind, entry.value()) for entry in reader.entries()), "live": False}

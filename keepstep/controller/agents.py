@@ -49,6 +49,7 @@ AGENT_EVENTS = (
     evt.StateReceived,
     evt.Resumed,
     evt.FingerprintTaken,
+    evt.StateDescribed,
     evt.ScriptFailed,
     evt.UsageRefused,
     evt.WorkerFinished,

@@ -37,6 +37,9 @@ def build_app(controller: Controller) -> Starlette:
             raise HTTPException(404, f"there is no incident {number}")
         return JSONResponse(found)
 
+    async def replicas(request: Request) -> Response:
+        return JSONResponse(controller.replicas())
+
     async def stop(request: Request) -> Response:
         hard = await _hard(request)
         controller.request_stop("API", hard=hard)
@@ -47,6 +50,7 @@ def build_app(controller: Controller) -> Starlette:
             Route("/api/status", status),
             Route("/api/incidents", incidents),
             Route("/api/incidents/{number:int}", incident),
+            Route("/api/replicas", replicas),
             Route("/api/stop", stop, methods=["POST"]),
             *evidence_api.routes(controller),
             WebSocketRoute("/agent", controller.serve_agent),

@@ -46,6 +46,8 @@ class Machine(Protocol):
 
     def snapshot(self) -> dict[str, Any]: ...
 
+    def replicas(self) -> dict[str, Any]: ...
+
 
 class Controller:
     """One job's controller. `run` returns the job's exit code.
@@ -93,6 +95,10 @@ class Controller:
         return live_status(
             self._machine.snapshot(), self.incidents, mode=self.spec.mode, started_s=self._started_s
         )
+
+    def replicas(self) -> dict[str, Any]:
+        """Which bytes of the state have how many live twins, and where (see `keepstep.core.replicas`)."""
+        return {"job": self.spec.job, **self._machine.replicas()}
 
     def slot_of(self, worker: int) -> int | None:
         """The slot that a worker was started on."""

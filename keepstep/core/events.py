@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from keepstep.core.types import StatePart
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentJoined:
@@ -200,13 +202,29 @@ class Resumed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FingerprintTaken:
-    """Digest of a rank's replicated state after `step` commits: twins must agree."""
+    """Digest of a rank's replicated state after `step` commits: twins must agree. `parts`: by `StatePart`."""
 
     worker: int
     rank: int
     step: int
     shard: str
     digest: str
+    parts: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateDescribed:
+    """What a rank's state consists of, told once by each of its players, after two updates.
+
+    `shard`: identity of the bytes that decides who can be copied from; `place`: the same for people.
+    """
+
+    worker: int
+    rank: int
+    step: int
+    shard: str
+    place: str
+    parts: tuple[StatePart, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -275,6 +293,7 @@ Event = (
     | StateReceived
     | Resumed
     | FingerprintTaken
+    | StateDescribed
     | ScriptFailed
     | UsageRefused
     | WorkerFinished

@@ -28,6 +28,7 @@ from keepstep.core.events import (
     Progressed,
     Resumed,
     ScriptFailed,
+    StateDescribed,
     StateReceived,
     StopRequested,
     Ticked,
@@ -45,6 +46,7 @@ from keepstep.core.losses import USAGE_EXIT_CODE, member_lost, process_lost
 from keepstep.core.membership import Standing
 from keepstep.core.nodes import agent_joined, miss_absent, node_lost
 from keepstep.core.recovery import next_deadline_s, pursue
+from keepstep.core.replica_rules import replicas, state_described
 from keepstep.core.reports import (
     complained,
     counts,
@@ -130,6 +132,8 @@ class JobMachine:
                 resumed(state, event, now_s)
             case FingerprintTaken():
                 fingerprint_taken(state, event)
+            case StateDescribed():
+                state_described(state, event)
             case ScriptFailed():
                 self._script_failed(event, now_s)
             case UsageRefused():
@@ -150,6 +154,10 @@ class JobMachine:
     def snapshot(self) -> dict[str, Any]:
         """What `status` shows, as JSON takes it."""
         return snapshot(self.state)
+
+    def replicas(self) -> dict[str, Any]:
+        """What `replicas` shows: whose state has how many live twins, and where."""
+        return replicas(self.state)
 
     def _begin(self) -> None:
         state = self.state

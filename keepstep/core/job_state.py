@@ -27,6 +27,7 @@ from keepstep.core.generations import fenced_workers, generation_to_body
 from keepstep.core.incident import Incident, Victim
 from keepstep.core.job_config import JobConfig
 from keepstep.core.membership import Membership, Standing, Worker
+from keepstep.core.replicas import ReplicaBook
 from keepstep.core.types import Generation
 
 
@@ -99,7 +100,11 @@ class JobState:
     absent: set[str] = field(default_factory=set)  # nodes that an earlier controller knew
     absent_until_s: float | None = None
     ledger_lost: bool = False
+    replicas: ReplicaBook = field(default_factory=lambda: ReplicaBook(0))
     unkept: dict[int, str] = field(default_factory=dict)  # worker -> why its records are not held elsewhere
+
+    def __post_init__(self) -> None:
+        self.replicas = ReplicaBook(self.config.world_size)
 
     # ---- reading --------------------------------------------------------------------------------
 
@@ -186,6 +191,7 @@ class JobState:
                 replacements[rank] = number
         if generation.fresh:
             self.restarting, self.published, self.setup_over = False, 0, False
+            self.replicas = ReplicaBook(self.config.world_size)
         self.resumed, self.complaint, self.waiting = set(), None, None
         self.gather_until_s = self.park_until_s = None
         if self.incident is not None:

@@ -11,6 +11,7 @@ from keepstep.core.events import (
     VerdictReached,
 )
 from keepstep.core.job_state import Complaint, JobState
+from keepstep.core.replica_rules import fingerprint_seen, say_replicas
 from keepstep.core.waiting import refill_later
 from keepstep.core.world import restart_world
 
@@ -95,12 +96,14 @@ def resumed(state: JobState, event: Resumed, now_s: float) -> None:
         f"at step {event.step}; committed steps lost {incident.steps_lost}, "
         f"steps computed again {incident.steps_recomputed}"
     )
+    say_replicas(state)
     refill_later(state, now_s)
 
 
 def fingerprint_taken(state: JobState, event: FingerprintTaken) -> None:
     if not state.is_member(event.worker):
         return
+    fingerprint_seen(state, event)
     other = state.fingerprints.disagreement(event)
     if other is not None:
         text = (

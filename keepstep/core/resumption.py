@@ -12,6 +12,7 @@ from keepstep.core.actions import EndJob, Persist
 from keepstep.core.generations import generation_from_body
 from keepstep.core.job_state import JobState
 from keepstep.core.membership import Standing, Worker
+from keepstep.core.replicas import ReplicaBook
 
 
 def rebuild(state: JobState, entries: Iterable[Persist]) -> None:
@@ -60,6 +61,7 @@ def _generation(state: JobState, body: Mapping[str, Any]) -> None:
     state.generations.append(generation)
     if generation.fresh:
         state.restarting, state.published, state.setup_over = False, 0, False
+        state.replicas = ReplicaBook(state.config.world_size)
 
 
 def _note(state: JobState, body: Mapping[str, Any]) -> None:
@@ -73,5 +75,7 @@ def _note(state: JobState, body: Mapping[str, Any]) -> None:
             state.restarting, state.setup_over = True, False
         case "finished":
             state.finishing = True
+        case "state":
+            state.replicas = ReplicaBook.load(body)
         case "setup_over":
             state.setup_over, state.published = True, state.config.setup_steps

@@ -124,3 +124,19 @@ class Verdict:
     courses: Mapping[int, Course]
     checkpoint: Checkpoint | None
     reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatePart:
+    """One part of a rank's state: "parameters", "optimizer state", "buffers", "values", "per rank".
+
+    `identity` is equal at ranks that must hold the same bytes. `dtypes`: bytes by type; `largest`: bytes of
+    the largest tensors by name, a bounded list.
+    """
+
+    part: str
+    identity: str
+    tensors: int
+    bytes: int
+    dtypes: Mapping[str, int] = field(default_factory=dict)
+    largest: Mapping[str, int] = field(default_factory=dict)

@@ -12,15 +12,16 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from keepstep.core.events import FingerprintTaken, Resumed
+from keepstep.core.events import Resumed
 from keepstep.core.worker_events import BlockEnded
 from keepstep.errors import StepInterrupted, UsageError
 from keepstep.trainer import blame, rng
 from keepstep.trainer.adapters.batches import clone, mutated, snapshot_versions
 from keepstep.trainer.data import Cursor
+from keepstep.trainer.description import FINGERPRINT_STEP, describe_state
 from keepstep.trainer.elastic import Place
 from keepstep.trainer.gate import Gate, next_lineage
-from keepstep.trainer.proof import Proof, shard_digest
+from keepstep.trainer.proof import Proof
 from keepstep.trainer.record import Recorder
 from keepstep.trainer.recovery import Outcome, Recovery
 from keepstep.trainer.reports import Reports
@@ -30,7 +31,6 @@ from keepstep.trainer.step import Step
 from keepstep.wire.page import Phase
 
 REHEARSED_STEPS = 2  # DDP broadcasts its bucket order in the second iteration: one is not enough
-FINGERPRINT_STEP = 2
 ALL_CLOSED = 1 << 30  # somebody passed every gate there is
 
 LATE_CHANGE = (
@@ -82,6 +82,7 @@ class Loop:
         self._batches = 0
         self._committed_s = 0.0
         self._warned_late = False
+        self._described = False
         if self._cursor is not None:
             for text in self._cursor.warnings(session.world_size):
                 session.say(text)
@@ -158,9 +159,10 @@ class Loop:
         cursor = self._start_cursor = self._cursor.state() if self._cursor is not None else None
         self._offer(cursor)
         session.faults.at("between")
-        if machine.step_count == FINGERPRINT_STEP:
-            self._send_fingerprint()
         self.recorder.write_start(machine.step_count, machine.lineage.digest, cursor, session.closed_gates)
+        if machine.step_count >= FINGERPRINT_STEP and not self._described:
+            self._described = True
+            describe_state(session, self.recorder)
         if self.recorder.late_changes and not self._warned_late and machine.step_count > FINGERPRINT_STEP:
             self._warned_late = True
             session.say(LATE_CHANGE)
@@ -370,18 +372,5 @@ class Loop:
         session.link.send(
             Resumed(
                 worker=session.worker, generation=session.generation_number, step=session.machine.step_count
-            )
-        )
-
-    def _send_fingerprint(self) -> None:
-        session = self.session
-        assert session.rank is not None
-        session.link.send(
-            FingerprintTaken(
-                worker=session.worker,
-                rank=session.rank,
-                step=session.machine.step_count,
-                shard=session.machine.shard,
-                digest=shard_digest(session.protected, self.recorder.recorded_buffers),
             )
         )

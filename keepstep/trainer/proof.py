@@ -1,35 +1,15 @@
-"""Digests of a rank's state: at the end, after every step when asked, and once to compare twins."""
+"""Digests of a rank's state, at its end and (when asked) after every step, for whoever compares runs."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from keepstep.trainer.adapters import fingerprint
-from keepstep.trainer.adapters.protected import Protected
 from keepstep.trainer.reports import Reports
 
 if TYPE_CHECKING:
     from keepstep.trainer.session import Session
-
-SAMPLED_BYTES = 64 << 10
-
-
-def shard_digest(protected: Protected, recorded_buffers: Iterable[str]) -> str:
-    """A digest that twins share: replicated tensors without per-rank buffers, long ones by their ends."""
-    own = {tensor.data_ptr() for name, tensor in protected.buffers().items() if name in set(recorded_buffers)}
-    parts = {}
-    for name, tensor in protected.tensors().items():
-        if tensor.data_ptr() in own and tensor.numel():
-            continue
-        flat = tensor.detach().reshape(-1)
-        count = max(1, SAMPLED_BYTES // max(1, tensor.element_size()))
-        if flat.numel() > 2 * count:
-            parts[f"{name}/head"], parts[f"{name}/tail"] = flat[:count], flat[-count:]
-        else:
-            parts[name] = flat
-    return fingerprint.combined(fingerprint.digests(parts))
 
 
 class Proof:

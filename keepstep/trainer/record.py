@@ -97,6 +97,11 @@ class Recorder:
         """Names of the buffers that this rank changes in forward: they are its own."""
         return tuple(self._recorded_buffers)
 
+    @property
+    def written_bytes(self) -> int:
+        """Size of the newest record."""
+        return len(joined(self._written))
+
     # ---- off the process ------------------------------------------------------------------------
 
     def _rest(self, cursor: dict[str, Any] | None, closed_gates: int) -> bytes:

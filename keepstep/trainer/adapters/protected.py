@@ -109,6 +109,12 @@ class Protected:
         """Every replicated tensor by name: parameters, optimizer state, buffers; local parts, no copies.
 
         Dimensions stand in memory order (a channels_last weight is permuted, and so contiguous).
+        """
+        return {name: in_memory_order(local_part(tensor)) for name, tensor in self.whole_tensors().items()}
+
+    def whole_tensors(self) -> dict[str, Tensor]:
+        """The same tensors as they are, DTensors too; each storage once.
+
         Parameters come from the optimizers first: under tensor parallelism those of the module are
         replaced by its forward.
         """
@@ -119,7 +125,7 @@ class Protected:
             key = storage_key(tensor)
             if key not in seen:
                 seen.add(key)
-                found[name] = in_memory_order(local_part(tensor))
+                found[name] = tensor
 
         names = self._parameter_names()
         for _, parameter in self._parameters():

@@ -25,11 +25,12 @@ def shard_identity(tensors: Mapping[str, Tensor]) -> str:
     """
     hasher = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     for name in sorted(tensors):
-        hasher.update(f"{name} {_held(tensors[name])}\n".encode())
+        hasher.update(f"{name} {held(tensors[name])}\n".encode())
     return hasher.hexdigest()
 
 
-def _held(tensor: Tensor) -> str:
+def held(tensor: Tensor) -> str:
+    """Which bytes of a tensor lie here, in words that are equal exactly where the same bytes must lie."""
     spec = _spec_of(tensor)
     if spec is None:
         return f"{tuple(tensor.shape)} {tensor.dtype}"
