@@ -6,11 +6,13 @@ import argparse
 import json
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from keepstep.cli.jobs import stoppable
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +21,13 @@ class Options:
 
     quick: bool
     json: Path | None
+
+
+def start(main: Callable[[Options], None], description: str | None) -> None:
+    """Run a benchmark; when it is stopped by a signal, nothing that it started goes on."""
+    chosen = options(description)
+    with stoppable():
+        main(chosen)
 
 
 def options(description: str | None, argv: Sequence[str] | None = None) -> Options:

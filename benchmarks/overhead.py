@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from common import Options, options, table, write
+from common import Options, start, table, write
 
 JOB = Path(__file__).resolve().parent / "overhead_job.py"
 RANKS = 2
@@ -222,4 +222,4 @@ def main(chosen: Options) -> None:
 
 
 if __name__ == "__main__":
-    main(options(__doc__))
+    start(main, __doc__)

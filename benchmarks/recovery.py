@@ -17,13 +17,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-from common import Options, options, table, write
+from common import Options, start, table, write
+from permit import permit_steps
 
 from keepstep.cli.jobs import Harm, JobFailed, LaunchedJob
-from keepstep.cli.reports import Reports, compare, kill_to_next_new_step_s, recomputation
+from keepstep.cli.reports import compare, kill_to_next_new_step_s, recomputation
 
 JOB = Path(__file__).resolve().parent / "recovery_job.py"
-BURST_STEPS = 60
+BURST_STEPS = {"ddp": 60, "hsdp": 30}
+BEFORE_HARM = (
+    2 / 3
+)  # of a burst; the rest is permitted when the harm is done, so that there is always a next step
 EARLIEST, LATEST = 4, 16  # the step of a burst in which a worker is harmed
 START_LIMIT_S, RESUME_LIMIT_S, END_LIMIT_S = 120.0, 60.0, 120.0
 SEED = 1
@@ -39,7 +43,18 @@ class Series:
     ranks: int
     readiness: str
     harms: tuple[tuple[str, signal.Signals], ...]
-    steps: int
+    most_harms: int  # of all jobs of this kind, which take the same number of steps
+
+    @property
+    def burst_steps(self) -> int:
+        return BURST_STEPS[self.parallel]
+
+    @property
+    def steps(self) -> int:
+        return self.burst_steps * (self.most_harms + 1)
+
+    def permit(self, folder: Path) -> Path:
+        return folder / f"{self.name}.permit"
 
     @property
     def arguments(self) -> list[str]:
@@ -58,48 +73,50 @@ class Result:
     recomputed_most: int = 0
 
 
-def measure(series: Series, folder: Path, choice: random.Random) -> tuple[Result, Reports]:
-    """Run one job and harm it once in every burst but the first."""
-    permit = folder / f"{series.name}.permit"
-    permit.write_text(str(BURST_STEPS))
-    arguments = [*series.arguments, "--permit", str(permit)]
-    if series.readiness == "hot":
-        arguments.append("--symmetric")
-    result = Result(series)
-    with LaunchedJob(
+def launch(series: Series, folder: Path, *, harmed: bool = True) -> LaunchedJob:
+    """One job of a kind: to be harmed burst by burst, or left alone."""
+    name = series.name if harmed else f"undisturbed-{series.parallel}"
+    arguments = list(series.arguments)
+    if harmed:
+        permit_steps(series.permit(folder), series.burst_steps)
+        arguments += ["--permit", str(series.permit(folder))]
+        arguments += ["--symmetric"] if series.readiness == "hot" else []
+    return LaunchedJob(
         JOB,
         arguments,
         ranks=series.ranks,
-        spares=1,
-        run_dir=folder / series.name,
+        spares=1 if harmed else 0,
+        run_dir=folder / name,
         environment=ENVIRONMENT,
-    ) as job:
-        for burst, (figure, number) in enumerate(series.harms, start=1):
-            await_quiet(job, series, burst * BURST_STEPS)
-            permit_steps(permit, (burst + 1) * BURST_STEPS)
-            harm = strike_in_burst(job, series, burst * BURST_STEPS, number, choice)
-            result.times_s.setdefault(figure, []).append(await_new_step(job, harm))
-        permit_steps(permit, series.steps)
-        code = job.wait_for_exit(timeout_s=END_LIMIT_S, each_poll=job.reader.poll)
-        if code != 0:
-            raise JobFailed(f"{series.name}: the job ended with {code}:\n{job.last_output()}")
-        reports = job.reader.reports
-        incidents = job.incidents()
+    )
+
+
+def measure(job: LaunchedJob, series: Series, folder: Path, choice: random.Random) -> Result:
+    """Harm a job once in every burst but the first, and let it end."""
+    permit = series.permit(folder)
+    result = Result(series)
+    for burst, (figure, number) in enumerate(series.harms, start=1):
+        begin = burst * series.burst_steps
+        await_quiet(job, series, begin)
+        pids = job.workers()  # looking for them takes as long as some steps
+        permit_steps(permit, begin + int(BEFORE_HARM * series.burst_steps))
+        harm = strike_in_burst(job, series, begin, number, choice, pids)
+        permit_steps(permit, begin + series.burst_steps)
+        result.times_s.setdefault(figure, []).append(await_new_step(job, harm))
+    permit_steps(permit, series.steps)
+    code = job.wait_for_exit(timeout_s=END_LIMIT_S, each_poll=job.reader.poll)
+    if code != 0:
+        raise JobFailed(f"{series.name}: the job ended with {code}:\n{job.last_output()}")
+    incidents = job.incidents()
     if len(incidents) != len(series.harms):
         raise JobFailed(f"{series.name}: {len(series.harms)} signals, {len(incidents)} incidents")
+    reports = job.reader.reports
     twice = recomputation(line for lines in reports.lines.values() for line in lines)
     lost = sum(int(incident["steps_lost"]) for incident in incidents)
     result.committed_steps_lost = max(twice.committed_steps_lost, lost)
     again = max(int(incident["steps_recomputed"]) for incident in incidents)
     result.recomputed_most = max(twice.most_in_a_generation, again)
-    return result, reports
-
-
-def permit_steps(permit: Path, steps: int) -> None:
-    """Replace the number at once, so that no reader sees half of it."""
-    draft = permit.with_suffix(".draft")
-    draft.write_text(str(steps))
-    draft.rename(permit)
+    return result
 
 
 def await_quiet(job: LaunchedJob, series: Series, steps: int) -> None:
@@ -123,7 +140,12 @@ def await_quiet(job: LaunchedJob, series: Series, steps: int) -> None:
 
 
 def strike_in_burst(
-    job: LaunchedJob, series: Series, first_step: int, number: signal.Signals, choice: random.Random
+    job: LaunchedJob,
+    series: Series,
+    first_step: int,
+    number: signal.Signals,
+    choice: random.Random,
+    pids: Mapping[int, int],
 ) -> Harm:
     """Send the signal to a random rank, some way into a random step of the burst."""
     rank = choice.randrange(series.ranks)
@@ -138,7 +160,7 @@ def strike_in_burst(
     times = [line.time_s for line in job.reader.reports.lines[rank]][-8:]
     moment_s = time.monotonic() + choice.random() * (times[-1] - times[0]) / (len(times) - 1)
     job.wait_until(lambda: time.monotonic() >= moment_s, timeout_s=10, what="the moment", poll_s=0.0005)
-    return job.strike(rank, number)
+    return job.strike(rank, number, pids)
 
 
 def await_new_step(job: LaunchedJob, harm: Harm) -> float:
@@ -155,79 +177,65 @@ def await_new_step(job: LaunchedJob, harm: Harm) -> float:
     return took_s
 
 
-def undisturbed(series: list[Series], folder: Path) -> Mapping[str, Reports]:
-    """One run without harm for each way to be parallel; nothing is timed, so all at once."""
-    wanted = {one.parallel: one for one in series}
-    with contextlib.ExitStack() as running:
-        jobs = {
-            parallel: running.enter_context(
-                LaunchedJob(
-                    JOB,
-                    one.arguments,
-                    ranks=one.ranks,
-                    spares=0,
-                    run_dir=folder / f"undisturbed-{parallel}",
-                    environment=ENVIRONMENT,
-                )
-            )
-            for parallel, one in wanted.items()
-        }
-        for parallel, job in jobs.items():
-            if job.wait_for_exit(timeout_s=END_LIMIT_S) != 0:
-                raise JobFailed(f"the undisturbed {parallel} run failed:\n{job.last_output()}")
-            job.reader.poll()
-        return {parallel: job.reader.reports for parallel, job in jobs.items()}
-
-
 def plan(quick: bool) -> list[Series]:
     """The jobs. Those of one kind of parallelism take the same number of steps, hence one undisturbed run."""
     kill, stop = signal.SIGKILL, signal.SIGSTOP
     jobs, kills, warm_jobs, warm_kills = (1, 1, 1, 1) if quick else (4, 5, 2, 3)
-    steps = BURST_STEPS * (kills + 2)
-    found = []
-    for number in range(jobs):
-        harms = (("ddp3_hot_kill_s", kill),) * kills + (("ddp3_stop_s", stop),)
-        found.append(
-            Series(
-                name=f"ddp3-hot-{number}", parallel="ddp", ranks=3, readiness="hot", harms=harms, steps=steps
-            )
+    ddp = ("ddp3_hot_kill_s", kill), ("ddp3_stop_s", stop)
+    kinds = [
+        (jobs, "hsdp4-hot", "hsdp", 4, "hot", (("hsdp4_hot_kill_s", kill),) * kills),
+        (jobs, "ddp3-hot", "ddp", 3, "hot", ddp[:1] * kills + ddp[1:]),
+        (warm_jobs, "ddp3-warm", "ddp", 3, "warm", (("ddp3_warm_kill_s", kill),) * warm_kills),
+    ]
+    most: dict[str, int] = {}
+    for _, _, parallel, _, _, harms in kinds:
+        most[parallel] = max(most.get(parallel, 0), len(harms))
+    return [
+        Series(
+            name=f"{name}-{number}",
+            parallel=parallel,
+            ranks=ranks,
+            readiness=readiness,
+            harms=harms,
+            most_harms=most[parallel],
         )
-        harms = (("hsdp4_hot_kill_s", kill),) * kills
-        found.append(
-            Series(
-                name=f"hsdp4-hot-{number}",
-                parallel="hsdp",
-                ranks=4,
-                readiness="hot",
-                harms=harms,
-                steps=steps,
-            )
-        )
-    for number in range(warm_jobs):
-        harms = (("ddp3_warm_kill_s", kill),) * warm_kills
-        found.append(
-            Series(
-                name=f"ddp3-warm-{number}",
-                parallel="ddp",
-                ranks=3,
-                readiness="warm",
-                harms=harms,
-                steps=steps,
-            )
-        )
-    return found
+        for count, name, parallel, ranks, readiness, harms in kinds
+        for number in range(count)
+    ]
 
 
-def run_all(series: list[Series]) -> list[Result]:
+def run_all(series: list[Series], at_once: int) -> list[Result]:
+    """Every job, started `at_once` at a time and harmed one after the other while the others pause."""
     choice = random.Random(SEED)
-    with tempfile.TemporaryDirectory(prefix="keepstep-recovery-") as name:
+    results = []
+    with tempfile.TemporaryDirectory(prefix="keepstep-recovery-") as name, contextlib.ExitStack() as running:
         folder = Path(name)
-        measured = [measure(one, folder, choice) for one in series]
-        calm = undisturbed(series, folder)
-        for result, reports in measured:
-            compared = compare(calm[result.series.parallel], reports)
-            result.identical, result.difference = compared.identical, compared.difference
-    return [result for result, _ in measured]
+        # Nothing is timed in these, and they are over before the first harm.
+        calm = {
+            one.parallel: running.enter_context(launch(one, folder, harmed=False))
+            for one in {one.parallel: one for one in series}.values()
+        }
+        for begin in range(0, len(series), at_once):
+            batch = series[begin : begin + at_once]
+            with contextlib.ExitStack() as started:
+                jobs = [started.enter_context(launch(one, folder)) for one in batch]
+                if not begin:
+                    finish_undisturbed(calm)
+                for one, job in zip(batch, jobs, strict=True):  # the machine is quiet when all of them are
+                    await_quiet(job, one, one.burst_steps)
+                for one, job in zip(batch, jobs, strict=True):
+                    result = measure(job, one, folder, choice)
+                    compared = compare(calm[one.parallel].reader.reports, job.reader.reports)
+                    result.identical, result.difference = compared.identical, compared.difference
+                    results.append(result)
+    return results
+
+
+def finish_undisturbed(calm: Mapping[str, LaunchedJob]) -> None:
+    for parallel, job in calm.items():
+        if job.wait_for_exit(timeout_s=END_LIMIT_S) != 0:
+            raise JobFailed(f"the undisturbed {parallel} run failed:\n{job.last_output()}")
+        job.reader.poll()
 
 
 def times_by_figure(results: list[Result]) -> dict[str, list[float]]:
@@ -251,7 +259,8 @@ def figures(results: list[Result]) -> dict[str, float]:
 
 
 def main(chosen: Options) -> None:
-    results = run_all(plan(chosen.quick))
+    series = plan(chosen.quick)
+    results = run_all(series, at_once=len(series) if chosen.quick else 1)
     rows = [
         (figure, len(times_s), median(times_s), min(times_s), max(times_s))
         for figure, times_s in times_by_figure(results).items()
@@ -270,4 +279,4 @@ def main(chosen: Options) -> None:
 
 
 if __name__ == "__main__":
-    main(options(__doc__))
+    start(main, __doc__)

@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from common import Options, options, table, write
+from common import Options, start, table, write
 
 from keepstep.transfer import Manifest, StateServer, TensorSpec, fetch_manifest, receive
 from keepstep.transfer.buffers import view
@@ -194,4 +194,4 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--source"]:
         source(int(sys.argv[2]))
     else:
-        main(options(__doc__))
+        start(main, __doc__)

@@ -23,7 +23,7 @@ from rich.table import Table
 import keepstep
 from keepstep.cli.charts import IncidentMark, draw_twin_runs
 from keepstep.cli.demo_view import DemoView
-from keepstep.cli.jobs import Harm, JobFailed, LaunchedJob
+from keepstep.cli.jobs import Harm, JobFailed, LaunchedJob, stoppable
 from keepstep.cli.reports import Comparison, Reports, compare, kill_to_next_new_step_s, recomputation
 from keepstep.errors import UsageError
 
@@ -103,8 +103,9 @@ def demo(
     console = Console(highlight=False)
     folder = new_folder(out)
 
-    struck, harm, incident = run_struck(console, script, plan, folder / "struck")
-    undisturbed = run_undisturbed(console, script, plan, folder / "undisturbed")
+    with stoppable():
+        struck, harm, incident = run_struck(console, script, plan, folder / "struck")
+        undisturbed = run_undisturbed(console, script, plan, folder / "undisturbed")
 
     outcome = judge(undisturbed, struck, harm, incident)
     chart = folder / "loss.png"

@@ -14,9 +14,10 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import psutil
@@ -181,11 +182,17 @@ class LaunchedJob:
 
     # ---- harm -----------------------------------------------------------------------------------
 
-    def strike(self, rank: int, number: signal.Signals = signal.SIGKILL) -> Harm:
-        """Send a signal, from outside, to the worker that last reported for `rank`."""
+    def strike(
+        self, rank: int, number: signal.Signals = signal.SIGKILL, pids: Mapping[int, int] | None = None
+    ) -> Harm:
+        """Send a signal, from outside, to the worker that last reported for `rank`.
+
+        `pids`: what `workers` said just before, for whoever has no time to look again.
+        """
+        pids = self.workers() if pids is None else pids
         self.reader.poll()
         newest = self.newest(rank)
-        pid = self.workers().get(newest.worker) if newest else None
+        pid = pids.get(newest.worker) if newest else None
         if newest is None or pid is None:
             raise JobFailed(f"no living worker plays rank {rank}:\n{self.last_output()}")
         at_s = time.time()
@@ -206,6 +213,28 @@ class LaunchedJob:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
             self._process.wait(END_GRACE_S)
+
+
+@contextlib.contextmanager
+def stoppable() -> Iterator[None]:
+    """SIGTERM and SIGHUP leave every `with` block, as Ctrl-C does, so that no job outlives its watcher.
+
+    The first one counts: those that follow find everything being ended already.
+    """
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number in before:
+        signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _worker_of(process: psutil.Process) -> int | None:

@@ -10,12 +10,10 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -44,6 +42,7 @@ def prove(
     """Run a script twice undisturbed and once with faults, and compare every value and tensor bit for bit."""
     from rich.console import Console
 
+    from keepstep.cli.jobs import stoppable
     from keepstep.cli.options import check_script
     from keepstep.cli.prove_faults import read_faults
     from keepstep.cli.prove_runs import (
@@ -69,7 +68,7 @@ def prove(
         limit_s=limit,
     )
     console = Console(stderr=True, highlight=False)
-    with _stoppable(), _folder(keep) as folder:
+    with stoppable(), _folder(keep) as folder:
         try:
             with ProveView(console) as view:
                 proof = carry_out(request, folder.path, view)
@@ -124,18 +123,3 @@ def _folder(keep: Path | None) -> Iterator[Folder]:
     if not os.access(keep, os.W_OK | os.X_OK):
         raise UsageError(f"cannot write {keep}: permission denied")
     yield Folder(keep.resolve(), keep=True)
-
-
-@contextlib.contextmanager
-def _stoppable() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the running job and remove what lies about, as Ctrl-C does."""
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -7,21 +7,22 @@ not depend on the pauses.
 from __future__ import annotations
 
 import argparse
-import time
+import sys
 from pathlib import Path
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 import keepstep
 
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+from network import block, spread
+from permit import pause
+
 WIDTH, LAYERS, BATCH = 32, 4, 4
-PAUSE_S, PAUSE_LIMIT_S = 0.005, 400.0
+PAUSE_LIMIT_S = 400.0
 
 
 class Samples(Dataset[tuple[torch.Tensor, int]]):
@@ -39,33 +40,10 @@ class Samples(Dataset[tuple[torch.Tensor, int]]):
 
 
 def build(parallel: str, world_size: int) -> nn.Module:
-    """DDP with batch norm, or HSDP with two shards."""
-    blocks = [
-        nn.Sequential(
-            nn.Linear(WIDTH, WIDTH),
-            nn.BatchNorm1d(WIDTH) if parallel == "ddp" else nn.Identity(),
-            nn.Tanh(),
-            nn.Dropout(0.1),
-        )
-        for _ in range(LAYERS)
-    ]
-    model = nn.Sequential(*blocks, nn.Linear(WIDTH, 8))
-    if parallel == "ddp":
-        return DistributedDataParallel(model, bucket_cap_mb=0.01)
-    mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("replicate", "shard"))
-    for block in blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return model
-
-
-def pause(permit: Path | None, steps_done: int) -> None:
-    """Wait until more steps are permitted."""
-    deadline = time.monotonic() + PAUSE_LIMIT_S
-    while permit is not None and int(permit.read_text()) <= steps_done:
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"no step after {steps_done} was permitted for {PAUSE_LIMIT_S:.0f} s")
-        time.sleep(PAUSE_S)
+    """With batch norm where its buffers are one rank's own."""
+    blocks = [block(WIDTH, WIDTH, norm=parallel == "ddp", dropout=0.1) for _ in range(LAYERS)]
+    head = nn.Linear(WIDTH, 8)
+    return spread(blocks, head, parallel, world_size, torch.device("cpu"), bucket_cap_mb=0.01)
 
 
 def main() -> None:
@@ -91,7 +69,7 @@ def main() -> None:
 
     for step in run.steps(loader, epochs=10_000, until=arguments.steps):
         if run.live:
-            pause(arguments.permit, step.number)
+            pause(arguments.permit, step.number, PAUSE_LIMIT_S)
         with step.aside():
             probe = torch.full((1,), float(step.number))
             torch.distributed.all_reduce(probe)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from keepstep.core.faults import Fault
 
 BURST_STEPS = 12
+LAST_STEPS = 6  # permitted only when the last blow has been struck, so that none can come after the last step
 EARLIEST, LATEST = 3, 9  # the step of a burst in which the harm is done
 PLACES = ("random", "forward", "backward", "gate", "after_gate", "update", "block_end", "between", "aside")
 IN_THE_STEP = ("forward", "backward", "gate")  # nobody has passed the gate: the step is served again
@@ -57,7 +58,7 @@ class JobPlan:
 
     @property
     def steps(self) -> int:
-        return BURST_STEPS * (len(self.blows) + 1)
+        return BURST_STEPS * (len(self.blows) + 1) + LAST_STEPS
 
     def __str__(self) -> str:
         readiness = "hot" if self.symmetric else "warm"

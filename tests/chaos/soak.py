@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
+from benchmarks.permit import permit_steps
 from keepstep.cli.jobs import JobFailed, LaunchedJob
 from keepstep.cli.prove_faults import strikes
 from keepstep.cli.reports import Reports, compare, recomputation
@@ -149,6 +150,7 @@ class Harmed:
                 self._allow((burst + 1) * BURST_STEPS)
                 if not blow.faults:
                     self._strike(job, blow)
+            self._allow(plan.steps)
             code = job.wait_for_exit(timeout_s=LIMIT_S, each_poll=job.reader.poll)
             assert code == 0, f"exit code {code}:\n{job.last_output(40)}"
             self._judge(job, reference)
@@ -157,10 +159,7 @@ class Harmed:
     # ---- while it runs ----------------------------------------------------------------------------
 
     def _allow(self, steps: int) -> None:
-        """Replace the number at once, so that no reader sees half of it."""
-        draft = self._permit.with_suffix(".draft")
-        draft.write_text(str(steps))
-        draft.rename(self._permit)
+        permit_steps(self._permit, steps)
 
     def _await_pause(self, job: LaunchedJob, steps: int) -> None:
         def paused() -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.plan import BURST_STEPS, PLACES, draw
+from tests.chaos.plan import BURST_STEPS, LAST_STEPS, PLACES, draw
 from tests.chaos.soak import BLOWS_PER_JOB, soak, told
 
 SHORT_SEED = 5
@@ -59,6 +59,7 @@ def test_the_plans_come_to_every_place_and_never_take_both_twins() -> None:
     assert {blow.signal for plan in plans for blow in plan.blows} == {"", "KILL", "STOP"}
     assert any(blow.at_spare for plan in plans for blow in plan.blows)
     for plan in plans:
+        assert plan.steps == BURST_STEPS * (len(plan.blows) + 1) + LAST_STEPS
         for burst, blow in enumerate(plan.blows, 1):
             assert burst * BURST_STEPS < blow.step < (burst + 1) * BURST_STEPS - 1
             assert all(fault.step == blow.step for fault in blow.faults)
