@@ -30,7 +30,7 @@ from keepstep.errors import UsageError
 RANKS = 4
 SPARES = 1
 JOB_LIMIT_S = 170.0
-START_LIMIT_S = 90.0
+START_LIMIT_S = 150.0
 LEAST_STEPS = 20
 SAID = "keepstep: "  # how the launcher marks its own lines
 PROGRESS = re.compile(r"keepstep: \w+: (step \d|waiting for)")  # the view shows that itself
