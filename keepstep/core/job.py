@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from keepstep.core.actions import Action, Persist
+from keepstep.core.agent import STOPPED
 from keepstep.core.events import (
     AgentDisconnected,
     AgentHeard,
@@ -213,6 +214,8 @@ class JobMachine:
                 state.release((event.worker,))
             return
         learn_published(state, event.worker, event.published)
+        if state.is_member(event.worker) and _must_be_silent(state, event):
+            return
         if state.config.observe:
             text = f"would fence and kill {state.name(event.worker)}: {event.reason}"
             state.persist("note", {"about": "would", "text": text, "reason": event.reason})
@@ -308,3 +311,13 @@ class JobMachine:
         )
         for worker in state.members.alive():
             state.kill(worker.number, reason, grace_s)
+
+
+def _must_be_silent(state: JobState, event: WorkerSuspected) -> bool:
+    """While a rank waits for a spare to start, survivors stand in collectives that cannot end.
+
+    Some are a collective behind others then, and silent for as long as the spare takes. One that hangs for
+    reasons of its own is told of again, by its agent, when the next generation is there.
+    """
+    waits = state.waiting is not None and bool(state.gone())
+    return waits and event.evidence.get("state") != STOPPED
