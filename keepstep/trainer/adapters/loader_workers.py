@@ -24,7 +24,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 _PINNED_POLL_S = 0.05  # a pinning thread's queue has no file descriptor to wait on
 _JOIN_S = 1.0
-_DEATH_GRACE_S = 0.5  # from a broken read to the end of the process that broke it
+_DEATH_GRACE_S = 5.0  # from a broken read to the end of the process that broke it, on a busy machine
 
 
 class LoaderWorkerDeath(RuntimeError):  # noqa: N818 - an event, told as an exception
