@@ -33,10 +33,8 @@ from keepstep.agent.witness import Witness
 from keepstep.agent.workers import Worker, Workers
 from keepstep.core.actions import Announce, KillWorker, Probe, Release, StandBy, StartWorker
 from keepstep.core.agent import Suspicion
-from keepstep.core.events import (
-    UsageRefused,
-    WorkerExited,
-)
+from keepstep.core.events import UsageRefused, WorkerExited
+from keepstep.core.job_state import say_status
 from keepstep.errors import ProtectionError, UsageError, WireError
 from keepstep.wire.framing import MAX_FRAME_BYTES
 from keepstep.wire.messages import (
@@ -63,6 +61,7 @@ class Agent:
 
     def __init__(self, config: AgentConfig) -> None:
         self._config = config
+        self._say = config.say or (lambda text, level: None)
         self._spec: JobSpec | None = None
         self._page_dir: Path | None = None
         self._socket_dir: Path | None = None
@@ -73,6 +72,7 @@ class Agent:
         self._tasks: set[asyncio.Task[None]] = set()
         self._notes: set[asyncio.Task[None]] = set()
         self._console: Console | None = None
+        self.ended: Stop | None = None  # how the controller said that the job has ended
 
         run_dir = config.run_dir.absolute()
         self._announcements = Announcements()
@@ -85,6 +85,7 @@ class Agent:
             run_dir=run_dir,
             announcements=self._announcements,
             on_exit=self._worker_exited,
+            tls=config.tls,
         )
         self._witness = Witness(
             node=config.node,
@@ -96,7 +97,7 @@ class Agent:
         )
         self._evidence = self._witness.evidence
         self._controller = ControllerConnection(
-            config.controller_url, self._hello, self._welcomed, self._carry_out
+            config.controller_url, self._hello, self._welcomed, self._carry_out, tls=config.tls, say=self._say
         )
         self._peers = Peers(
             config, self._announcements, self._store, self._workers.page_of, self._workers.published
@@ -119,6 +120,11 @@ class Agent:
             config=config.vitals,
         )
         self._socket: WorkerSocket | None = None
+
+    @property
+    def joined(self) -> bool:
+        """Whether a controller has ever welcomed this agent."""
+        return self._spec is not None
 
     async def run(self) -> None:
         """Serve until told to stop; leaves no process, socket or shared-memory file.
@@ -183,8 +189,10 @@ class Agent:
             self._fail(UsageError(f"no place for the workers' shared memory: {error}"))
             return
         ack_s = spec.record_ack_s if config.record_ack_s is None else config.record_ack_s
+        spec = replace(spec, working_dir=config.working_dir or spec.working_dir)
         self._spec = replace(spec, record_bytes=record_bytes, orphan_timeout_s=orphan_s, record_ack_s=ack_s)
         self._peers.world_size = spec.world_size
+        self._say(f"{config.node} takes part in job {spec.job} of {spec.world_size} ranks", "info")
         self._desk.spec = self._spec
         self._witness.redactor.learn(spec.env)
         if config.console is not None:
@@ -219,6 +227,7 @@ class Agent:
             case Ask():
                 self._spawn(self._answer(action))
             case Stop():
+                self.ended = action
                 self._stop(action.hard)
             case _:
                 raise WireError(f"{type(action).__name__} is nothing that an agent can do")
@@ -235,6 +244,7 @@ class Agent:
             self._controller.send(UsageRefused(worker=action.worker, message=str(error)))
             self._controller.send(WorkerExited(worker=action.worker, status=CANNOT_RUN_STATUS))
             return
+        self._say(f"worker {action.worker} started on slot {action.slot}: {action.reason}", "info")
         if self._console is not None:
             self._console.follow(action.worker, action.slot)
 
@@ -284,6 +294,7 @@ class Agent:
     def _worker_exited(self, worker: Worker, event: WorkerExited) -> None:
         self._controller.send(event)
         self._witness.ended(worker.number, event.status)
+        self._say(f"worker {worker.number} {say_status(event.status, event.oom_killed)}", "info")
         # First the news, then the last lines; the end of the job cannot overtake them: it comes back through
         # this loop.
         failed = event.status != 0 and not self._stopping
@@ -306,6 +317,12 @@ class Agent:
             log.error("no evidence about worker %s could be kept: %s", worker.number, error)
 
     # ---- the end --------------------------------------------------------------------------------------
+
+    def leave(self, reason: str, *, hard: bool = False) -> None:
+        """Leave the job: the controller hears at once that this node will not come back, then its workers end."""
+        if self._stopping is None and self.ended is None:
+            self._controller.leave(reason)
+        self._stop(hard)
 
     def _stop(self, hard: bool) -> None:
         if hard:

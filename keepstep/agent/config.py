@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from keepstep.core.agent import VitalsConfig
 from keepstep.errors import UsageError
 from keepstep.wire.framing import MAX_FRAME_BYTES
+from keepstep.wire.tls import TlsFiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +32,10 @@ class AgentConfig:
     `embedded`: the agent lives in `keepstep run`'s own process; its workers then end with that process.
     `advertise`: the address that this agent and its workers bind to and tell others; `peer_port`: where the
     agent listens for other nodes, 0 takes a free one. `labels`: what placement goes by ("rack", "zone").
-    `peer_server_tls`, `peer_client_tls`: for the connections from and to other nodes; None: without TLS.
     `record_bytes`, `orphan_timeout_s`, `record_ack_s`: None takes the job's own (5 s when embedded).
     `vitals`: when a living worker is given up; None takes the core's own limits.
     `controller_timeout_s`: an embedded agent without its controller for so long ends everything.
+    `working_dir`: where workers start; None takes the job's own. `tls`: None for plain connections. `say(text, level)`: one line for people.
     """
 
     controller_url: str
@@ -45,8 +46,6 @@ class AgentConfig:
     advertise: str = "127.0.0.1"
     peer_port: int = 0
     labels: Mapping[str, str] = field(default_factory=dict)
-    peer_server_tls: ssl.SSLContext | None = None
-    peer_client_tls: ssl.SSLContext | None = None
     embedded: bool = False
     console: Callable[[ConsoleLine], None] | None = None
     record_bytes: int | None = None
@@ -55,6 +54,19 @@ class AgentConfig:
     controller_timeout_s: float = 5.0
     stop_grace_s: float = 5.0
     vitals: VitalsConfig | None = None
+    working_dir: str | None = None
+    tls: TlsFiles | None = None
+    say: Callable[[str, str], None] | None = None
+
+    @property
+    def peer_server_tls(self) -> ssl.SSLContext | None:
+        """For the connections from other nodes; None: without TLS."""
+        return None if self.tls is None else self.tls.server()
+
+    @property
+    def peer_client_tls(self) -> ssl.SSLContext | None:
+        """For the connections to other nodes: they are known by address and token, not by name."""
+        return None if self.tls is None else self.tls.client()
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.controller_url)

@@ -21,12 +21,14 @@ from keepstep.errors import ProtectionError, WireError
 from keepstep.wire.codec import decode, encode
 from keepstep.wire.framing import MAX_FRAME_BYTES
 from keepstep.wire.messages import AgentHello, AgentWelcome, Answer
+from keepstep.wire.tls import TlsFiles, explain
 
 CONNECT_TIMEOUT_S = 5.0
 FIRST_BACKOFF_S = 0.05
 LAST_BACKOFF_S = 2.0
 PING_INTERVAL_S = 5.0
 PING_TIMEOUT_S = 15.0
+LEFT_IN_ORDER = 4001  # said by an agent that will not come back
 # Close codes by which a controller refuses an agent for good: policy violation, and the private range.
 _REFUSAL_CODES = (1008, *range(4000, 5000))
 
@@ -46,7 +48,16 @@ class ControllerConnection:
         hello: Callable[[], AgentHello],
         on_welcome: Callable[[AgentWelcome], None],
         on_action: Callable[[Any], None],
+        *,
+        tls: TlsFiles | None = None,
+        say: Callable[[str, str], None] | None = None,
     ) -> None:
+        self._tls = tls
+        self._say = say or (lambda text, level: None)
+        self._trouble = ""
+        self._welcomed_before = False
+        self._socket: ClientConnection | None = None
+        self._leaving: asyncio.Task[None] | None = None
         self._url = url
         self._hello = hello
         self._on_welcome = on_welcome
@@ -61,8 +72,20 @@ class ControllerConnection:
         self._idle.clear()
         self._outbox.put(event)
 
+    def leave(self, reason: str) -> None:
+        """Say that this agent will not come back, and why; nothing is sent afterwards."""
+        if self._leaving is None:
+            self._leaving = asyncio.create_task(self._say_farewell(reason))
+
+    async def _say_farewell(self, reason: str) -> None:
+        if self._socket is not None:
+            await self._socket.close(LEFT_IN_ORDER, reason.encode("ascii", "replace")[:120].decode())
+
     async def flush(self, timeout_s: float) -> bool:
         """Wait until everything queued was sent; False at the timeout."""
+        if self._leaving is not None:
+            await asyncio.wait({self._leaving}, timeout=timeout_s)
+            return True
         if not len(self._outbox):
             return True
         with contextlib.suppress(TimeoutError):
@@ -70,18 +93,24 @@ class ControllerConnection:
         return not len(self._outbox)
 
     async def run(self) -> None:
-        """Connect, talk, connect again. Raises ProtectionError when refused for good."""
-        while True:
+        """Connect, talk, connect again, until `leave`. Raises ProtectionError when refused for good."""
+        while self._leaving is None:
             try:
                 await self._talk()
             except (OSError, TimeoutError, InvalidHandshake, InvalidMessage) as error:
-                log.debug("no connection to the controller: %s", error)
+                self._tell_trouble(error)
             except WireError as error:
                 log.error("the controller sent what this agent does not understand: %s", error)
             except ConnectionClosed as error:
                 log.debug("the controller's connection ended: %s", error)
+            self._socket = None
+            if self._leaving is not None:
+                return
             if self.lost_since_s is None:
                 self.lost_since_s = time.monotonic()
+                self._say(
+                    "the controller is away: training goes on, what happens waits for its return", "warning"
+                )
             await asyncio.sleep(self._backoff_s)
             self._backoff_s = min(2 * self._backoff_s, LAST_BACKOFF_S)
 
@@ -95,9 +124,13 @@ class ControllerConnection:
             ping_interval=PING_INTERVAL_S,
             ping_timeout=PING_TIMEOUT_S,
             close_timeout=1,
+            ssl=self._tls.client(by_name=True) if self._tls is not None else None,
         ) as socket:
             self._on_welcome(await self._greet(socket))
-            self.lost_since_s = None
+            if self._trouble or self._welcomed_before:
+                self._say("the controller is back", "info")
+            self._trouble, self._welcomed_before = "", True
+            self._socket, self.lost_since_s = socket, None
             self._backoff_s = FIRST_BACKOFF_S
             sender = asyncio.create_task(self._send_all(socket))
             try:
@@ -110,6 +143,14 @@ class ControllerConnection:
                 sender.cancel()
                 with contextlib.suppress(asyncio.CancelledError, ConnectionClosed):
                     await sender
+
+    def _tell_trouble(self, error: Exception) -> None:
+        """Each new reason once: an expired certificate is worth a line, the tenth refused connection is not."""
+        log.debug("no connection to the controller: %s", error)
+        trouble = explain(error, "the controller") if isinstance(error, OSError) else None
+        if trouble is not None and trouble != self._trouble:
+            self._say(trouble, "error")
+            self._trouble = trouble
 
     async def _greet(self, socket: ClientConnection) -> AgentWelcome:
         try:

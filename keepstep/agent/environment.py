@@ -9,10 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from keepstep.wire.messages import JobSpec
+from keepstep.wire.tls import TlsFiles
 
 # What another launcher around us may have left: a script that reads it early would take a wrong rank.
 _FOREIGN = ("RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _FOREIGN_PREFIX = "TORCHELASTIC_"
+# A worker has the token as KEEPSTEP_TOKEN; where its launcher had it from is not its affair.
+_LAUNCHERS_OWN = ("KEEPSTEP_JOB_TOKEN", "KEEPSTEP_TOKEN_FILE")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,14 +44,19 @@ def command_line(spec: JobSpec) -> list[str]:
 
 
 def worker_environment(
-    spec: JobSpec, place: Place, token: str, base: Mapping[str, str] | None = None
+    spec: JobSpec,
+    place: Place,
+    token: str,
+    base: Mapping[str, str] | None = None,
+    *,
+    tls: TlsFiles | None = None,
 ) -> dict[str, str]:
     """The whole environment of a worker. RANK is left out: `keepstep.init` sets it with the rank."""
     inherited = os.environ if base is None else base
     found = {
         name: value
         for name, value in inherited.items()
-        if name not in _FOREIGN and not name.startswith(_FOREIGN_PREFIX)
+        if name not in (*_FOREIGN, *_LAUNCHERS_OWN) and not name.startswith(_FOREIGN_PREFIX)
     }
     found.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does: ranks share the cores
     found.update(spec.env)
@@ -66,4 +74,6 @@ def worker_environment(
         LOCAL_RANK=str(place.slot),
         LOCAL_WORLD_SIZE=str(min(place.slots, spec.world_size)),
     )
+    if tls is not None:
+        found.update(tls.environment())
     return found

@@ -20,6 +20,7 @@ from keepstep.errors import UsageError
 from keepstep.wire.messages import JobSpec
 from keepstep.wire.page import DEFAULT_RECORD_BYTES, Page
 from keepstep.wire.ring import ring_path
+from keepstep.wire.tls import TlsFiles
 
 # A rank's successor that is this many steps further holds records of its own for every step in question.
 _SUPERSEDED_STEPS = 2
@@ -58,7 +59,9 @@ class Workers:
         run_dir: Path,
         announcements: Announcements,
         on_exit: Callable[[Worker, WorkerExited], None],
+        tls: TlsFiles | None = None,
     ) -> None:
+        self._tls = tls
         self._node = node
         self._slots = slots
         self._token = token
@@ -144,7 +147,7 @@ class Workers:
         try:
             return Process.start(
                 command,
-                worker_environment(spec, place, self._token),
+                worker_environment(spec, place, self._token, tls=self._tls),
                 directory=spec.working_dir or None,
                 stdout=stdout,
                 stderr=stderr,

@@ -1,4 +1,4 @@
-"""Settings of `keepstep run`, resolved once: argument beats environment beats file beats default.
+"""Settings of run, controller and agent, resolved once: argument beats environment beats file beats default.
 
 Every setting stands in one table with its check. A wrong value is one line that names where it came from.
 """
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from keepstep.cli.addresses import Endpoint, parse_endpoint
 from keepstep.errors import UsageError
 
 DEFAULT_FILE = "keepstep.toml"
@@ -108,6 +109,56 @@ def streams(text: str) -> str:
     return text
 
 
+def nodes(text: str) -> int:
+    """torchrun's --nnodes, as far as it is one number."""
+    least, colon, most = text.partition(":")
+    if colon and least.strip() != most.strip() and least.strip().isdecimal() and most.strip().isdecimal():
+        raise ValueError(
+            f"is {text}: give one number, since the world never shrinks or grows (a lost node is replaced by spares)"
+        )
+    return int(whole(1, MAX_RANKS)(least.strip() if colon else text))
+
+
+def endpoint(text: str) -> Endpoint:
+    """HOST:PORT; torchrun's port when there is none."""
+    return parse_endpoint(text)
+
+
+def labels(text: str) -> dict[str, str]:
+    """rack=r1,zone=a: what placement goes by."""
+    found: dict[str, str] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        plain = all(c.isascii() and (c.isalnum() or c in "-_.") for c in key + value)
+        if not equals or not key or not value or not plain or max(len(key), len(value)) > 64:
+            raise ValueError(f"must be KEY=VALUE pairs such as rack=r1,zone=a, not {part!r}")
+        if found.setdefault(key, value) != value:
+            raise ValueError(f"names {key} twice")
+    return found
+
+
+def node_name(text: str) -> str:
+    """A node's name is also a file's name, hence as plain as a job's."""
+    return job_name(text)
+
+
+def yes_or_no(text: str) -> bool:
+    """A switch in a file or a variable."""
+    words = {
+        "1": True,
+        "true": True,
+        "yes": True,
+        "on": True,
+        "0": False,
+        "false": False,
+        "no": False,
+        "off": False,
+    }
+    if text.lower() not in words:
+        raise ValueError(f"must be yes or no, not {text!r}")
+    return words[text.lower()]
+
+
 def job_name(text: str) -> str:
     """Part of file names under /dev/shm, hence plain and short."""
     if not text or len(text) > 64 or not all(c.isascii() and (c.isalnum() or c in "-_.") for c in text):
@@ -115,6 +166,14 @@ def job_name(text: str) -> str:
     if text.startswith("."):
         raise ValueError(f"must not begin with a dot: {text!r}")
     return text
+
+
+def address(text: str) -> str:
+    """An address or a name of this machine."""
+    bare = text.strip().removeprefix("[").removesuffix("]")
+    if not bare or any(c.isspace() or c in "/,[]" for c in bare):
+        raise ValueError(f"must be an address of this machine, not {text!r}")
+    return bare
 
 
 def folder(text: str) -> Path:
@@ -129,11 +188,15 @@ def folder(text: str) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """`name` is the flag without dashes, the file's key, and (upper case, KEEPSTEP_ before) the variable."""
+    """`name` is the flag without dashes, the file's key, and (upper case, KEEPSTEP_ before) the variable.
+
+    `torchrun`: torchrun reads the same from a variable of its own (PET_ before), which is understood too.
+    """
 
     name: str
     parse: Parse
     default: Any
+    torchrun: bool = False
 
     @property
     def key(self) -> str:
@@ -143,9 +206,29 @@ class Setting:
     def variable(self) -> str:
         return f"KEEPSTEP_{self.key.upper()}"
 
+    def from_environment(self, environ: Mapping[str, str]) -> tuple[str | None, str]:
+        """Text and the variable that it stands in."""
+        foreign = f"PET_{self.key.upper()}"
+        if self.torchrun and self.variable not in environ and foreign in environ:
+            return environ[foreign], foreign
+        return environ.get(self.variable), self.variable
+
 
 SETTINGS = (
-    Setting("nproc-per-node", ranks_per_node, 1),
+    Setting("nproc-per-node", ranks_per_node, 1, torchrun=True),
+    Setting("nnodes", nodes, 1, torchrun=True),
+    Setting("node-rank", whole(0, MAX_RANKS), None, torchrun=True),
+    Setting("rdzv-endpoint", endpoint, None, torchrun=True),
+    Setting("bind", endpoint, None),
+    Setting("advertise", address, None),
+    Setting("labels", labels, {}),
+    Setting("spare-node", yes_or_no, False),
+    Setting("replace-unit", one_of("rank", "node"), "rank"),
+    Setting("join-timeout", seconds, 600.0),
+    Setting("token-file", folder, None),
+    Setting("tls-cert", folder, None),
+    Setting("tls-key", folder, None),
+    Setting("tls-ca", folder, None),
     Setting("spares", whole(0, MAX_RANKS), 0),
     Setting("slots", whole(1, 2 * MAX_RANKS), None),
     Setting("mode", one_of("run", "observe"), "run"),
@@ -160,9 +243,11 @@ SETTINGS = (
 )
 
 
-# The job's name is an argument only: agents set KEEPSTEP_JOB for their workers, and a job started
-# from within a worker must not take its name from there.
+# Arguments only: agents set KEEPSTEP_JOB and KEEPSTEP_NODE for their workers, and a job started from
+# within a worker must not take its names from there.
 JOB = Setting("job", job_name, None)
+NODE = Setting("node", node_name, None)
+ARGUMENTS_ONLY = (JOB, NODE)
 
 
 def resolve(
@@ -174,10 +259,10 @@ def resolve(
     """Every setting's value by key. Raises UsageError naming the source of the first wrong one."""
     file, from_file = _read_file(config or environ.get("KEEPSTEP_CONFIG"), directory)
     values: dict[str, Any] = {}
-    for setting in (*SETTINGS, JOB):
+    for setting in (*SETTINGS, *ARGUMENTS_ONLY):
         text, source = arguments.get(setting.key), f"--{setting.name}"
-        if text is None and setting is not JOB:
-            text, source = environ.get(setting.variable), setting.variable
+        if text is None and setting not in ARGUMENTS_ONLY:
+            text, source = setting.from_environment(environ)
             if text is None and setting.key in from_file:
                 text, source = str(from_file[setting.key]), f"{file}: {setting.key}"
         if text is None:

@@ -1,6 +1,6 @@
-"""Controller and agent in one process, from the first line said to the exit code.
+"""A job's controller, with this node's agent in the same process or alone, from the first line to the exit code.
 
-They speak over the loopback as if they were machines apart. Here is only what surrounds them: run
+The two speak as if they were machines apart. Here is only what surrounds them: run
 directory, signals, the terminal, and an order of leaving that forgets nobody.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import os
 import signal
@@ -17,12 +18,13 @@ from typing import Any
 
 from keepstep.agent.agent import Agent
 from keepstep.agent.config import AgentConfig, ConsoleLine
+from keepstep.cli.addresses import is_address, is_loopback, is_wildcard, own_address
 from keepstep.cli.console import REFRESH_S, Terminal
 from keepstep.cli.live import draw_table, progress_line, summary
-from keepstep.cli.options import RunOptions
+from keepstep.cli.options import NodeOptions, RunOptions
 from keepstep.controller.api import build_app
 from keepstep.controller.ledger import Ledger, LedgerWriteFailed
-from keepstep.controller.rundir import RunDirectory, new_token
+from keepstep.controller.rundir import RunDirectory, new_token, read_token
 from keepstep.controller.server import Server, bind
 from keepstep.controller.shell import Controller
 from keepstep.core.job import JobMachine
@@ -30,8 +32,6 @@ from keepstep.core.job_config import JobConfig
 from keepstep.errors import KeepstepError, UsageError
 from keepstep.wire.messages import JobSpec
 
-NODE = "node0"
-HOST = "127.0.0.1"
 AGENT_END_TIMEOUT_S = 20.0
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
@@ -43,16 +43,20 @@ def launch(options: RunOptions, remarks: Sequence[str]) -> int:
         Ledger(run_dir.ledger).close()  # a newer or foreign ledger is refused in its own words
         raise UsageError(f"{run_dir.path} already holds a run: choose another --log-dir")
     run_dir.make()
-    sock = bind(HOST, options.controller_port)
+    sock = bind(options.bind.host, options.bind.port)
     try:
+        advertise = advertised(options, sock.getsockname()[0])
         ledger = Ledger(run_dir.ledger)
     except KeepstepError:
         sock.close()
         raise
-    token = new_token()
-    job = _Job(options, run_dir, ledger, token)
+    token = options.trust.token or new_token()
+    job = _Job(options, run_dir, ledger, token, advertise)
+    named = options.endpoint or options.bind
+    name = None if is_wildcard(named.host) else named.host
     try:
-        return asyncio.run(job.run(Server(build_app(job.controller), sock), remarks))
+        server = Server(build_app(job.controller), sock, name=name, tls=options.trust.tls)
+        return asyncio.run(job.run(server, remarks))
     finally:
         job.terminal.close()
         with contextlib.suppress(LedgerWriteFailed):
@@ -61,11 +65,34 @@ def launch(options: RunOptions, remarks: Sequence[str]) -> int:
         sock.close()
 
 
+def advertised(options: RunOptions, bound: str) -> str:
+    """The address under which this node's workers are found. Raises UsageError when others could not reach it."""
+    endpoint = options.endpoint
+    if endpoint is None or options.node is None:
+        return bound
+    loops_back = is_loopback(bound) and not is_address(endpoint.host) and endpoint.host != "localhost"
+    if loops_back and options.nnodes > 1:
+        raise UsageError(
+            f"{endpoint.host} is {bound} on this machine (see /etc/hosts), where no other node can reach it: "
+            "give the machine's address to --rdzv-endpoint, or --bind ADDRESS:PORT here"
+        )
+    if options.node.advertise is not None:
+        return own_address(options.node.advertise, "--advertise")
+    if not is_wildcard(bound):
+        return bound
+    if is_wildcard(endpoint.host):
+        raise UsageError(f"--bind {options.bind} does not say this node's address: give --advertise ADDRESS")
+    return own_address(endpoint.host, "--rdzv-endpoint")
+
+
 class _Job:
     """The pieces of one running job, and how they are wired."""
 
-    def __init__(self, options: RunOptions, run_dir: RunDirectory, ledger: Ledger, token: str) -> None:
+    def __init__(
+        self, options: RunOptions, run_dir: RunDirectory, ledger: Ledger, token: str, advertise: str
+    ) -> None:
         self._options = options
+        self._advertise = advertise
         self._run_dir = run_dir
         self._ledger = ledger
         self._started_s = time.monotonic()
@@ -89,37 +116,54 @@ class _Job:
         say(
             f"job {options.job}: {options.world_size} ranks, {options.spares} spares, run directory {self._run_dir.path}"
         )
+        if options.node is None or options.endpoint is not None:
+            say(f"nodes join with: keepstep agent --join {server.url} --token-file {self._token_hint()}")
         with self._signals():
             server.start()
             try:
-                self._run_dir.publish_address(server.url, options.job, self.controller.token)
+                self._run_dir.publish_address(
+                    server.url,
+                    options.job,
+                    self.controller.token,
+                    read_token(self.controller.token),
+                    options.trust.tls,
+                )
             except OSError as error:
                 say(f"keepstep status will not find this job: {error}", "warning")
-            agent = asyncio.create_task(self._agent(server.url), name="agent")
+            node = options.node
+            agent = None if node is None else asyncio.create_task(self._agent(server.url, node), name="agent")
             looking = asyncio.create_task(self._look(), name="look")
             try:
                 code = await self.controller.run()
             finally:
                 looking.cancel()
-                await self._end_agent(agent)
+                if agent is not None:
+                    await self._end_agent(agent)
                 await server.stop()
         say(summary(self.controller, code, self._ledger.head, time.monotonic() - self._started_s))
         return code
 
-    async def _agent(self, url: str) -> None:
+    def _token_hint(self) -> str:
+        """The file that a user may hand to the nodes."""
+        return "FILE" if self._options.trust.token else str(self._run_dir.token_file)
+
+    async def _agent(self, url: str, node: NodeOptions) -> None:
         """The embedded agent; however it ends, the controller hears of it."""
         reason = "the agent has ended"
+        name = node.name or "node0"
         try:
             await Agent(
                 AgentConfig(
-                    controller_url=url.replace("http://", "ws://", 1) + "/agent",
+                    controller_url=url.replace("http", "ws", 1) + "/agent",
                     token=self.controller.token,
-                    node=NODE,
-                    slots=self._options.slots,
+                    tls=node.trust.tls,
+                    node=name,
+                    slots=node.slots,
+                    labels=node.labels,
                     run_dir=self._run_dir.path,
-                    advertise=HOST,
+                    advertise=self._advertise,
                     embedded=True,
-                    stop_grace_s=self._options.stop_grace_s,
+                    stop_grace_s=node.stop_grace_s,
                     console=self._show,
                 )
             ).run()
@@ -128,7 +172,7 @@ class _Job:
             reason = f"the agent failed: {error or type(error).__name__}"
             self.terminal.say(reason, "error")
         finally:
-            self.controller.lose_agent(NODE, reason)
+            self.controller.lose_agent(name, reason)
 
     async def _look(self) -> None:
         """Keep a picture for the terminal's thread: the machine itself is the loop's alone."""
@@ -144,7 +188,8 @@ class _Job:
             await asyncio.wait({agent}, timeout=AGENT_END_TIMEOUT_S)
 
     def _show(self, line: ConsoleLine) -> None:
-        shown, slot = self._options.shown_slots, self.controller.slot_of(line.worker)
+        assert self._options.node is not None
+        shown, slot = self._options.node.shown_slots, self.controller.slot_of(line.worker)
         if shown is None or slot is None or slot in shown:
             self.terminal.line(line.text, error=line.stream == "stderr")
 
@@ -170,7 +215,14 @@ class _Job:
 
 
 def _machine_config(options: RunOptions) -> JobConfig:
-    optional = {} if options.max_restarts is None else {"max_restarts": options.max_restarts}
+    optional: dict[str, Any] = {} if options.max_restarts is None else {"max_restarts": options.max_restarts}
+    known = {field.name for field in dataclasses.fields(JobConfig)}
+    several = {
+        "nodes": options.nnodes,
+        "ranks_per_node": options.ranks_per_node,
+        "replace_unit": options.replace_unit,
+    }
+    optional.update((name, value) for name, value in several.items() if name in known)
     return JobConfig(
         world_size=options.world_size,
         spares=options.spares,

@@ -50,11 +50,21 @@ def run(
     module: Annotated[bool, _flag("-m", "--module", help="SCRIPT is a module, as in python -m.")] = False,
     no_python: Annotated[bool, _flag("--no-python", help="SCRIPT is a program of its own.")] = False,
     standalone: Annotated[bool, _flag("--standalone", help="As in torchrun; always so on one node.")] = False,
-    nnodes: Annotated[_Text, _option("--nnodes", help="Only 1 so far.", metavar="N")] = None,
-    node_rank: Annotated[_Text, _option("--node-rank", help="Only 0 so far.", metavar="N")] = None,
+    nnodes: Annotated[_Text, _option("--nnodes", help="Nodes that play ranks [1].", metavar="N")] = None,
+    node_rank: Annotated[_Text, _option("--node-rank", help="Which node this is: 0 hosts the controller; from N on, spares only.", metavar="R")] = None,
+    rdzv_endpoint: Annotated[_Text, _option("--rdzv-endpoint", help="Where node 0 is reached, the same on every node.", metavar="HOST:PORT")] = None,
+    bind: Annotated[_Text, _option("--bind", help="Where node 0 listens [--rdzv-endpoint; 127.0.0.1 on one node].", metavar="HOST:PORT")] = None,
+    advertise: Annotated[_Text, _option("--advertise", help="This node's address for the others [that which leads to node 0].", metavar="ADDR")] = None,
+    labels: Annotated[_Text, _option("--labels", help="What placement goes by.", metavar="rack=r1,...")] = None,
+    spare_node: Annotated[bool, _flag("--spare-node", help="This node's slots are for spares only.")] = False,
+    replace_unit: Annotated[_Text, _option("--replace-unit", help="What is replaced after a failure: rank or node [rank].", metavar="UNIT")] = None,
+    join_timeout: Annotated[_Text, _option("--join-timeout", help="How long to wait for node 0 [600].", metavar="SECONDS")] = None,
+    token_file: Annotated[_Text, _option("--token-file", help="File with the job's token, the same on every node.", metavar="FILE")] = None,
+    tls_cert: Annotated[_Text, _option("--tls-cert", help="This node's certificate (PEM): connections use TLS.", metavar="FILE")] = None,
+    tls_key: Annotated[_Text, _option("--tls-key", help="Its key.", metavar="FILE")] = None,
+    tls_ca: Annotated[_Text, _option("--tls-ca", help="The authority that signed every node's certificate.", metavar="FILE")] = None,
+    rdzv_id: Annotated[_Text, _option("--rdzv-id", help="The job's name, as --job.", metavar="NAME")] = None,
     rdzv_backend: Annotated[_Text, _option("--rdzv-backend", help="", hidden=True)] = None,
-    rdzv_endpoint: Annotated[_Text, _option("--rdzv-endpoint", help="", hidden=True)] = None,
-    rdzv_id: Annotated[_Text, _option("--rdzv-id", help="", hidden=True)] = None,
     rdzv_conf: Annotated[_Text, _option("--rdzv-conf", help="", hidden=True)] = None,
     master_addr: Annotated[_Text, _option("--master-addr", help="", hidden=True)] = None,
     master_port: Annotated[_Text, _option("--master-port", help="", hidden=True)] = None,
@@ -79,7 +89,7 @@ def run(
         for key, value in ctx.params.items()
         if value is not None
     }
-    remarks = torchrun_flags.check(given)
+    torchrun_flags.check(given)
     chosen = options.choose(
         given,
         script=script,
@@ -93,6 +103,13 @@ def run(
         from keepstep.cli.unprotected import hand_over
 
         hand_over(chosen)
-    from keepstep.cli.launch import launch  # only now: a wrong flag is answered without loading the servers
+    remarks = torchrun_flags.check(given, several_nodes=chosen.endpoint is not None)
+    # Only now: a wrong flag is answered without loading the servers.
+    if chosen.joins:
+        from keepstep.cli.node import join
+
+        assert chosen.node is not None and chosen.endpoint is not None
+        raise typer.Exit(join(chosen.node, chosen.endpoint, remarks, working_dir=os.getcwd()))
+    from keepstep.cli.launch import launch
 
     raise typer.Exit(launch(chosen, remarks))

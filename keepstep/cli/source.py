@@ -6,8 +6,9 @@ import http.client
 import json
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
+from keepstep.cli.addresses import parse_join
+from keepstep.cli.meeting import connection_to
 from keepstep.controller.incidents import IncidentBook
 from keepstep.controller.ledger import LedgerReader
 from keepstep.controller.rundir import Address, RunDirectory, newest_run
@@ -40,8 +41,11 @@ def find_run(argument: str | None, option: str | None) -> RunDirectory:
 
 def ask(address: Address, path: str) -> Any:
     """GET from the controller. Raises NoAnswer; never goes through a proxy."""
-    parts = urlsplit(address.url)
-    connection = http.client.HTTPConnection(parts.hostname or "127.0.0.1", parts.port, timeout=ASK_TIMEOUT_S)
+    endpoint, _ = parse_join(address.url)
+    try:
+        connection = connection_to(endpoint, address.tls, ASK_TIMEOUT_S)
+    except UsageError as error:
+        raise NoAnswer(str(error)) from None
     try:
         connection.request("GET", path, headers={"Authorization": f"Bearer {address.token}"})
         answer = connection.getresponse()

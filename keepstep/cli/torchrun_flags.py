@@ -13,17 +13,20 @@ from keepstep.errors import UsageError
 # Flag -> why it has no effect. Said once, the job starts.
 WITHOUT_EFFECT: Mapping[str, str] = {
     "rdzv_backend": "ranks meet through the agent's own store",
-    "rdzv_endpoint": "ranks meet through the agent's own store",
     "rdzv_conf": "ranks meet through the agent's own store",
-    "rdzv_id": "use --job to name the job",
-    "master_addr": "ranks meet through the agent's own store",
-    "master_port": "ranks meet through the agent's own store",
-    "local_addr": "workers of one machine meet on 127.0.0.1",
     "monitor_interval": "a death is seen at once, nothing is polled",
     "start_method": "every worker is a process of its own",
     "event_log_handler": "events are kept in the ledger",
     "role": "roles are not used",
     "signals_to_handle": "SIGINT, SIGTERM, SIGHUP and SIGQUIT end the job in order",
+}
+
+# What only matters where nodes meet. Without effect on a single one.
+FOR_SEVERAL_NODES: Mapping[str, str] = {
+    "rdzv_endpoint": "the job has one node",
+    "master_addr": "the job has one node",
+    "master_port": "the job has one node",
+    "local_addr": "workers of one machine meet on 127.0.0.1",
 }
 
 # Flag -> what to do instead.
@@ -37,28 +40,15 @@ REFUSED: Mapping[str, str] = {
 }
 
 
-def check(given: Mapping[str, str | None]) -> list[str]:
+def check(given: Mapping[str, str | None], *, several_nodes: bool = False) -> list[str]:
     """One line for every flag without effect. Raises UsageError for what cannot be honoured."""
     for key, instead in REFUSED.items():
         if given.get(key) is not None:
             raise UsageError(f"{_flag(key)} is not supported: {instead}")
-    _single_node(given)
+    ignored = {**WITHOUT_EFFECT, **({} if several_nodes else FOR_SEVERAL_NODES)}
     return [
-        f"{_flag(key)} has no effect: {why}"
-        for key, why in WITHOUT_EFFECT.items()
-        if given.get(key) is not None
+        f"{_flag(key)} has no effect: {why}" for key, why in ignored.items() if given.get(key) is not None
     ]
-
-
-def _single_node(given: Mapping[str, str | None]) -> None:
-    nnodes = given.get("nnodes")
-    if nnodes not in (None, "1", "1:1"):
-        if nnodes is None or not all(part.isdecimal() and int(part) for part in nnodes.split(":")):
-            raise UsageError(f"--nnodes must be a number of nodes, not {nnodes!r}")
-        raise UsageError(f"--nnodes {nnodes}: only one node is supported so far")
-    node_rank = given.get("node_rank")
-    if node_rank not in (None, "0"):
-        raise UsageError(f"--node-rank {node_rank}: only one node is supported so far")
 
 
 def ranks_filter(text: str | None) -> frozenset[int] | None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
+from keepstep.controller.rundir import read_token
 from keepstep.core import events as evt
 from keepstep.errors import WireError
 from keepstep.wire.codec import decode, encode
@@ -31,7 +32,10 @@ MAX_QUESTIONS = 64
 
 CLOSED_WRONG_TOKEN = 4401
 CLOSED_PROTOCOL = 4400
+CLOSED_READ_ONLY = 4403
+CLOSED_UNREACHABLE = 4404
 CLOSED_REPLACED = 4409
+LEFT_IN_ORDER = 4001  # what an agent says that will not come back
 
 # Starlette raises RuntimeError for a send after the close.
 _CONNECTION_ENDED = (WireError, WebSocketDisconnect, RuntimeError, OSError)
@@ -152,6 +156,9 @@ async def greet(socket: WebSocket, token: str) -> AgentHello | None:
         return None
     except WebSocketDisconnect:
         return None
+    if same_token(hello.token, read_token(token)):
+        await refuse(socket, CLOSED_READ_ONLY, "this token may only read: an agent needs the job's own token")
+        return None
     if not same_token(hello.token, token):
         await refuse(socket, CLOSED_WRONG_TOKEN, "the token does not match this job's")
         return None
@@ -162,8 +169,11 @@ async def greet(socket: WebSocket, token: str) -> AgentHello | None:
     return hello
 
 
-async def converse(socket: WebSocket, link: AgentLink, welcome: AgentWelcome, deliver: Deliver) -> None:
-    """Speak with a greeted agent until it leaves. `deliver` may make it wait: that is the back-pressure."""
+async def converse(socket: WebSocket, link: AgentLink, welcome: AgentWelcome, deliver: Deliver) -> str | None:
+    """Speak with a greeted agent until it leaves. `deliver` may make it wait: that is the back-pressure.
+
+    Returns the agent's own words when it left for good; None when it may come back.
+    """
     await socket.send_bytes(encode(welcome))
     tasks = link.attach(socket, deliver)
     try:
@@ -182,6 +192,8 @@ async def converse(socket: WebSocket, link: AgentLink, welcome: AgentWelcome, de
     for outcome in outcomes:
         if isinstance(outcome, Exception) and not isinstance(outcome, _CONNECTION_ENDED):
             raise outcome
+    ends = [one for one in outcomes if isinstance(one, WebSocketDisconnect) and one.code == LEFT_IN_ORDER]
+    return (ends[0].reason or "it was told to") if ends else None
 
 
 async def _read(socket: WebSocket, link: AgentLink, deliver: Deliver) -> None:

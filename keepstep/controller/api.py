@@ -1,4 +1,4 @@
-"""The controller's HTTP API: read the job's state, ask it to stop. Every request shows the job's token."""
+"""The controller's HTTP API: read the job's state, ask it to stop. Every request shows a token."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from keepstep.controller import evidence_api
 from keepstep.controller.agents import same_token
+from keepstep.controller.rundir import read_token
 
 if TYPE_CHECKING:
     from keepstep.controller.shell import Controller
@@ -85,20 +86,30 @@ async def _error(request: Request, error: Exception) -> Response:
 
 
 class _RequireToken:
-    """Answers 401 to every HTTP request without the job's token; agents show theirs in their first message."""
+    """Answers 401 without a token of this job, 403 when the reader's token asks for more than to read.
+
+    Agents show theirs in their first message.
+    """
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self._app = app
         self._token = token
+        self._read_token = read_token(token)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not self._authorised(Request(scope).headers.get("authorization", "")):
-            headers = {"WWW-Authenticate": "Bearer"}
-            refusal = JSONResponse({"error": "this job's token is missing or wrong"}, 401, headers)
+        if scope["type"] == "http" and (refusal := self._refusal(Request(scope))) is not None:
             await refusal(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
-    def _authorised(self, header: str) -> bool:
-        scheme, _, token = header.partition(" ")
-        return scheme.lower() == "bearer" and same_token(token.strip(), self._token)
+    def _refusal(self, request: Request) -> Response | None:
+        scheme, _, shown = request.headers.get("authorization", "").partition(" ")
+        # Both are always compared, so that the time taken tells nothing.
+        full = same_token(shown.strip(), self._token)
+        reader = same_token(shown.strip(), self._read_token)
+        if scheme.lower() != "bearer" or not (full or reader):
+            headers = {"WWW-Authenticate": "Bearer"}
+            return JSONResponse({"error": "this job's token is missing or wrong"}, 401, headers)
+        if not full and request.method not in ("GET", "HEAD"):
+            return JSONResponse({"error": "this token may only read: changes need the job's own token"}, 403)
+        return None

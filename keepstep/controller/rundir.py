@@ -1,10 +1,13 @@
 """Where a job keeps what it leaves behind, and how a running job is found from another terminal.
 
-Layout: ledger.sqlite, controller.json and token (while the job runs), logs/, reports/, evidence/.
+Layout: ledger.sqlite, controller.json, token and token.read (while the job runs), logs/, reports/, evidence/.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import hmac
 import json
 import os
 import secrets
@@ -13,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from keepstep.errors import UsageError
+from keepstep.wire.tls import TlsFiles
 
 DEFAULT_PARENT = Path("keepstep-runs")
 _PARTS = ("logs", "reports", "evidence")
@@ -20,12 +24,13 @@ _PARTS = ("logs", "reports", "evidence")
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """How to reach the controller of a running job."""
+    """How to reach the controller of a running job. `tls`: the files to show, None for plain connections."""
 
     url: str
     token: str
     pid: int
     job: str
+    tls: TlsFiles | None = None
 
 
 class RunDirectory:
@@ -46,6 +51,10 @@ class RunDirectory:
     def token_file(self) -> Path:
         return self.path / "token"
 
+    @property
+    def read_token_file(self) -> Path:
+        return self.path / "token.read"
+
     def make(self) -> None:
         """Create the directory and its parts. Raises UsageError when it cannot be written."""
         try:
@@ -56,15 +65,21 @@ class RunDirectory:
         if not os.access(self.path, os.W_OK | os.X_OK):
             raise UsageError(f"cannot write the log directory {self.path}: permission denied")
 
-    def publish_address(self, url: str, job: str, token: str) -> None:
-        """Write controller.json and the token, both readable by their owner only. Raises OSError."""
+    def publish_address(
+        self, url: str, job: str, token: str, read_token: str | None = None, tls: TlsFiles | None = None
+    ) -> None:
+        """Write controller.json and the tokens, all readable by their owner only. Raises OSError."""
         _write_private(self.token_file, token)
+        if read_token is not None:
+            _write_private(self.read_token_file, read_token)
         address = {"url": url, "job": job, "pid": os.getpid(), "token_file": self.token_file.name}
+        if tls is not None:
+            address["tls"] = {"cert": tls.cert, "key": tls.key, "ca": tls.ca}
         _write_private(self.address_file, json.dumps(address, indent=2) + "\n")
 
     def withdraw_address(self) -> None:
         """Remove what publish_address wrote; nothing to remove is no error."""
-        for file in (self.address_file, self.token_file):
+        for file in (self.address_file, self.token_file, self.read_token_file):
             file.unlink(missing_ok=True)
 
     def address(self) -> Address | None:
@@ -72,7 +87,10 @@ class RunDirectory:
         try:
             raw: Any = json.loads(self.address_file.read_text())
             token = (self.path / raw["token_file"]).read_text().strip()
-            found = Address(url=str(raw["url"]), token=token, pid=int(raw["pid"]), job=str(raw["job"]))
+            tls = TlsFiles(**raw["tls"]) if "tls" in raw else None
+            found = Address(
+                url=str(raw["url"]), token=token, pid=int(raw["pid"]), job=str(raw["job"]), tls=tls
+            )
         except (OSError, ValueError, KeyError, TypeError):
             return None
         return found if _alive(found.pid) else None
@@ -81,6 +99,13 @@ class RunDirectory:
 def new_token() -> str:
     """The secret that every connection of one job must show."""
     return secrets.token_urlsafe(32)
+
+
+def read_token(token: str) -> str:
+    """The secret that may look and not touch. It follows from the job's own, so a restarted controller has the same;
+    nobody can go the other way."""
+    digest = hmac.digest(token.encode(), b"keepstep: read only", hashlib.sha256)
+    return base64.urlsafe_b64encode(digest).decode().rstrip("=")
 
 
 def newest_run(parent: Path = DEFAULT_PARENT) -> RunDirectory:

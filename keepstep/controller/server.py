@@ -1,10 +1,11 @@
-"""The controller's listener: one loopback socket, served by uvicorn without its signal handling."""
+"""The controller's listener: one socket, plain or TLS, served by uvicorn without its signal handling."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import errno
+import ipaddress
 import socket
 from collections.abc import Generator
 
@@ -12,30 +13,49 @@ import uvicorn
 from starlette.applications import Starlette
 
 from keepstep.errors import UsageError
+from keepstep.wire.address import format_address
 from keepstep.wire.framing import MAX_FRAME_BYTES
+from keepstep.wire.tls import TlsFiles
 
+BACKLOG = 1024
 _STOP_TIMEOUT_S = 3
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises UsageError, in one line, when the port cannot be had."""
+    """A listening socket on the first address of `host` that is this machine's, loopback last.
+
+    Raises UsageError, in one line, when there is none or the port cannot be had.
+    """
     try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError:
-        raise UsageError(f"cannot listen on {host}: not an address of this machine") from None
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((host, port))
-        sock.listen(128)
-    except OSError as error:
-        sock.close()
-        if error.errno == errno.EADDRINUSE:
-            raise UsageError(
-                f"port {port} on {host} is in use: choose another, or 0 for any free one"
-            ) from None
-        raise UsageError(f"cannot listen on {host} port {port}: {error.strerror}") from None
-    return sock
+        raise UsageError(
+            f"cannot listen on {host}: neither an address nor a name that is known here"
+        ) from None
+    candidates = dict.fromkeys((family, address) for family, _, _, _, address in found)
+    for family, address in sorted(candidates, key=lambda one: _is_loopback(str(one[1][0]))):
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(address)
+            sock.listen(BACKLOG)
+        except OSError as error:
+            sock.close()
+            if error.errno == errno.EADDRNOTAVAIL:
+                continue  # another machine's: a name may stand for several
+            if error.errno == errno.EADDRINUSE:
+                raise UsageError(
+                    f"port {port} on {host} is in use: choose another, or 0 for any free one"
+                ) from None
+            raise UsageError(f"cannot listen on {host} port {port}: {error.strerror}") from None
+        return sock
+    shown = ", ".join(str(address[0]) for _, address in candidates)
+    what = f"{host} ({shown})" if shown != host else host
+    raise UsageError(f"cannot listen on {what}: not an address of this machine")
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 class _QuietServer(uvicorn.Server):
@@ -46,12 +66,20 @@ class _QuietServer(uvicorn.Server):
 
 
 class Server:
-    """Serves one application on one bound socket until `stop`."""
+    """Serves one application on one bound socket until `stop`.
 
-    def __init__(self, app: Starlette, sock: socket.socket) -> None:
+    `name`: what others call this host, where that is not the socket's address. Raises UsageError (`tls`).
+    """
+
+    def __init__(
+        self, app: Starlette, sock: socket.socket, *, name: str | None = None, tls: TlsFiles | None = None
+    ) -> None:
         self._sock = sock
         host, port = sock.getsockname()[:2]
-        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        if ipaddress.ip_address(host.partition("%")[0]).is_unspecified:
+            host = "localhost"
+        self.url = f"{'https' if tls else 'http'}://{format_address(name or host, port)}"
+        context = tls.server() if tls is not None else None
         config = uvicorn.Config(
             app,
             log_config=None,
@@ -63,6 +91,7 @@ class Server:
             ws_per_message_deflate=False,
             h11_max_incomplete_event_size=64 << 10,
             timeout_graceful_shutdown=_STOP_TIMEOUT_S,
+            ssl_context_factory=None if context is None else lambda *_: context,
         )
         self._server = _QuietServer(config)
         self._task: asyncio.Task[None] | None = None

@@ -151,10 +151,11 @@ class Controller:
         )
         await self._events.put(joined)
         welcome = AgentWelcome(job=self.spec.job, world_size=self.spec.world_size, spec=self.spec)
+        left: str | None = None
         try:
-            await wire_side.converse(socket, link, welcome, self._events.put)
+            left = await wire_side.converse(socket, link, welcome, self._events.put)
         finally:
-            self._left(link)
+            self._left(link, left)
 
     # ---- the loop ---------------------------------------------------------------------------------
 
@@ -286,11 +287,14 @@ class Controller:
         self._all_gone.clear()
         return self._links.setdefault(hello.node, AgentLink(hello.node))
 
-    def _left(self, link: AgentLink) -> None:
-        """An agent's connection ended. Its workers live on, so it is given time to come back."""
+    def _left(self, link: AgentLink, farewell: str | None) -> None:
+        """An agent's connection ended. Its workers live on, so it is given time to come back, unless it said farewell."""
         if not any(other.connected for other in self._links.values()):
             self._all_gone.set()
         if link.connected or self._end is not None:
+            return
+        if farewell is not None:
+            self.lose_agent(link.node, f"its agent has left ({farewell})")
             return
         self._returns[link.node] = asyncio.get_running_loop().call_later(
             self._agent_return_timeout_s,
@@ -322,9 +326,10 @@ class Controller:
         await self._gone_within(HARD_FAREWELL_TIMEOUT_S)
 
     def _stop_all(self, hard: bool) -> None:
+        code, reason = (self._end.exit_code, self._end.reason) if self._end is not None else (0, "")
         for link in self._links.values():
             if link.connected:
-                link.send(Stop(hard=hard))
+                link.send(Stop(hard=hard, exit_code=code, reason=reason))
 
     async def _gone_within(self, timeout_s: float) -> bool:
         """True when all agents have left. Returns early, False, when the stop becomes a hard one meanwhile."""

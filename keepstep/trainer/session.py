@@ -45,6 +45,7 @@ from keepstep.trainer.store import AgentStore
 from keepstep.wire.messages import Fenced, JournalKept
 from keepstep.wire.page import Page, Phase
 from keepstep.wire.ring import Ring, ring_path
+from keepstep.wire.tls import TlsFiles
 
 if TYPE_CHECKING:
     from keepstep.trainer.ends import Ends
@@ -91,7 +92,8 @@ class Session:
         self.copying = threading.Event()  # set: whoever copies state stops
         self.protected = Protected()
         self.page = Page.open(identity.page_path)
-        self.directory = Directory(identity)
+        tls = TlsFiles.from_environment()
+        self.directory = Directory(identity, None if tls is None else tls.client())
         self.link = Link(identity, self._on_message)
         self.keeper = Keeper(
             self,

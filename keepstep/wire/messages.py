@@ -259,6 +259,11 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stop:
-    """End every worker of the node and leave. `hard`: by SIGKILL, without asking first."""
+    """End every worker of the node and leave. `hard`: by SIGKILL, without asking first.
+
+    `exit_code` and `reason`: how the job has ended, for whoever started the agent.
+    """
 
     hard: bool
+    exit_code: int = 0
+    reason: str = ""

@@ -28,7 +28,13 @@ def test_argument_beats_environment_beats_file_beats_default(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
 def test_every_setting_can_come_from_each_source(tmp_path: Path, setting) -> None:  # type: ignore[no-untyped-def]
-    text = {"mode": "observe", "record-limit": "1MiB"}.get(setting.name, "3")
+    text = {
+        "mode": "observe",
+        "record-limit": "1MiB",
+        "labels": "rack=r1",
+        "spare-node": "yes",
+        "replace-unit": "node",
+    }.get(setting.name, "3")
     values = [
         resolved(tmp_path, {setting.key: text})[setting.key],
         resolved(tmp_path, {}, {setting.variable: text})[setting.key],

@@ -233,7 +233,7 @@ def test_a_broken_machine_ends_the_job_and_stops_the_agents_at_once(tmp_path: Pa
     async def story(job: Job, running: asyncio.Task[int]) -> None:
         async with agent(job) as socket:
             await socket.send(encode(evt.WorkerParked(worker=1, readiness="warm")))
-            assert await heard(socket) == Stop(hard=True)
+            assert await heard(socket) == Stop(hard=True, exit_code=BROKEN_EXIT_CODE, reason="internal error")
 
     job, code = play(tmp_path, ScriptedMachine({evt.WorkerParked: break_down}), story)
     assert code == BROKEN_EXIT_CODE and job.said[-1][1] == "error"
@@ -270,7 +270,7 @@ def test_actions_reach_the_agent_of_the_node_in_order_and_its_events_come_back(t
             ]
             assert got[2].generation == generation
             await socket.send(encode(evt.WorkerExited(worker=4, status=-9, first_evidence_s=1.5)))
-            assert await heard(socket) == Stop(hard=False)
+            assert await heard(socket) == Stop(hard=False, exit_code=5, reason="over")
 
     play(tmp_path, machine, story)
     assert machine.told[0] == evt.AgentJoined(node="n", slots=3, workers=())
@@ -433,9 +433,9 @@ def test_a_second_stop_while_agents_leave_is_a_hard_one(tmp_path: Path) -> None:
     async def story(job: Job, running: asyncio.Task[int]) -> None:
         async with agent(job) as socket:
             job.controller.request_stop("SIGINT")
-            assert await heard(socket) == Stop(hard=False)
+            assert await heard(socket) == Stop(hard=False, exit_code=5, reason="over")
             job.controller.request_stop("SIGINT", hard=True)
-            assert await heard(socket) == Stop(hard=True)
+            assert await heard(socket) == Stop(hard=True, exit_code=5, reason="over")
 
     play(tmp_path, machine, story)
 
