@@ -67,12 +67,13 @@ def same_token(shown: str, expected: str) -> bool:
 
 
 class AgentLink:
-    """What is on its way to one node's agent. Outlives a broken connection; the newest connection counts."""
+    """What is on its way to one node's agent. The newest connection counts."""
 
     def __init__(self, node: str) -> None:
         self.node = node
         self.overflowed = False
         self._waiting: asyncio.Queue[object] = asyncio.Queue(MAX_WAITING_MESSAGES)
+        self.muted = False  # until the machine has heard of the newest connection, nothing is meant for it
         self._unsent: object | None = None
         self._tasks: tuple[asyncio.Task[None], ...] = ()
         self._asked: dict[int, asyncio.Future[Answer]] = {}
@@ -89,6 +90,13 @@ class AgentLink:
             self._waiting.put_nowait(message)
         except asyncio.QueueFull:
             self.overflowed = True
+
+    def forget_unsent(self) -> None:
+        """Drop what an earlier connection did not take: its agent may not be the one that listens now."""
+        self._unsent, self.overflowed, self.muted = None, False, True
+        while not self._waiting.empty():
+            self._waiting.get_nowait()
+            self._waiting.task_done()
 
     async def ask(self, what: str, about: Mapping[str, Any], timeout_s: float) -> Answer:
         """Ask the agent (see `keepstep.agent.questions`). A failure is an answer that is not `ok`."""

@@ -198,6 +198,8 @@ class Controller:
             return evt.Ticked()
 
     async def _step(self, event: evt.Event) -> None:
+        if isinstance(event, evt.AgentJoined) and event.node in self._links:
+            self._links[event.node].muted = False
         actions = self._machine.step(event, time.monotonic())
         await self._carry_out(actions)
 
@@ -285,7 +287,9 @@ class Controller:
         for worker in hello.workers:
             self._places.setdefault(worker, (hello.node, -1))
         self._all_gone.clear()
-        return self._links.setdefault(hello.node, AgentLink(hello.node))
+        link = self._links.setdefault(hello.node, AgentLink(hello.node))
+        link.forget_unsent()  # the machine says again what counts, once it hears that the agent is back
+        return link
 
     def _left(self, link: AgentLink, farewell: str | None) -> None:
         """An agent's connection ended. Its workers live on, so it is given time to come back, unless it said farewell."""
@@ -307,6 +311,8 @@ class Controller:
         link = self._links.get(node)
         if link is None:
             log.warning("no agent of node %r for %s", node, type(message).__name__)
+            return
+        if link.muted:
             return
         overflowed = link.overflowed
         link.send(message)

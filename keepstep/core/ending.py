@@ -39,8 +39,8 @@ def everybody_left(state: JobState) -> bool:
     """Every member ended by itself with status 0, though none said that it had finished."""
     if state.restarting or state.newest is None:
         return False
-    members = [state.members.workers[number] for number in state.newest.ranks]
-    return all(not worker.alive and worker.status == 0 for worker in members)
+    workers = state.members.workers
+    return all(not workers[number].alive and workers[number].status == 0 for number in state.newest.ranks)
 
 
 def pursue_finish(state: JobState, now_s: float) -> None:

@@ -45,6 +45,13 @@ from keepstep.core.job_state import Ending, JobState, say_status
 from keepstep.core.keeping import keeper_missed, keeper_regained
 from keepstep.core.losses import USAGE_EXIT_CODE, member_lost, process_lost
 from keepstep.core.membership import Standing
+from keepstep.core.node_watch import (
+    agent_disconnected,
+    agent_heard,
+    agent_silent,
+    probe_answered,
+    watch_nodes,
+)
 from keepstep.core.nodes import agent_joined, miss_absent, node_lost
 from keepstep.core.recovery import next_deadline_s, pursue
 from keepstep.core.replica_rules import replicas, state_described
@@ -91,6 +98,7 @@ class JobMachine:
         if state.over is None:
             self._take(event, now_s)
             miss_absent(state, now_s)
+            watch_nodes(state, now_s)
             pursue(state, now_s)
             self._let_spares_rehearse()
         actions, state.actions = state.actions, []
@@ -106,8 +114,14 @@ class JobMachine:
                 agent_joined(state, event, now_s)
             case AgentLost():
                 node_lost(state, event.node, event.reason, now_s)
-            case AgentDisconnected() | AgentSilent() | AgentHeard() | ProbeAnswered():
-                pass  # node loss: see keepstep.core.nodes
+            case AgentDisconnected():
+                agent_disconnected(state, event, now_s)
+            case AgentSilent():
+                agent_silent(state, event, now_s)
+            case AgentHeard():
+                agent_heard(state, event)
+            case ProbeAnswered():
+                probe_answered(state, event)
             case WorkerParked():
                 self._worker_parked(event)
             case WorkerExited():

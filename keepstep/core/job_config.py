@@ -16,7 +16,14 @@ class JobConfig:
     are started. `setup_steps`: published steps from which on a rank is replaced and not the world.
     `agent_wait_s`: how long an agent may take to come back after a controller's restart.
     `finish_grace_s`: after the first rank has finished, until the others are released.
-    `observe`: decide and say, but touch nothing.
+    `observe`: decide and say, but touch nothing. `nodes`: how many must have joined before the world
+    starts. `domains`: labels that name failure domains, outermost first. `replace_unit`: "rank", or "node"
+    when all ranks of a node move together.
+
+    Node loss: `node_grace_s` between an unexplained complaint and giving up a node whose agent's
+    connection broke; `node_stalled_s`: how long a recovery waits for ranks whose agent is gone, where
+    spares could take their place; `suspect_hold_s`: how long a complaint waits for a suspect node's case;
+    `probe_timeout_s`: how long another node may try to reach it (`probe_slack_s`: and answer).
     """
 
     world_size: int
@@ -38,10 +45,19 @@ class JobConfig:
     start_failure_limit: int = 3
     same_map_limit: int = 10
     observe: bool = False
+    nodes: int = 1
+    domains: tuple[str, ...] = ("zone", "rack")
+    replace_unit: str = "rank"
+    node_grace_s: float = 0.3
+    node_stalled_s: float = 3.0
+    suspect_hold_s: float = 0.8
+    probe_timeout_s: float = 0.3
+    probe_slack_s: float = 0.3
 
     def __post_init__(self) -> None:
         at_least = {
             "world_size": 1,
+            "nodes": 1,
             "spares": 0,
             "max_restarts": 0,
             "setup_steps": 0,
@@ -63,8 +79,15 @@ class JobConfig:
             "park_grace_s",
             "agent_wait_s",
             "finish_grace_s",
+            "node_grace_s",
+            "node_stalled_s",
+            "suspect_hold_s",
+            "probe_timeout_s",
+            "probe_slack_s",
         ):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} must be a finite number of seconds, not {getattr(self, name)}")
+        if self.replace_unit not in ("rank", "node"):
+            raise ValueError(f"replace_unit must be rank or node, not {self.replace_unit!r}")
         if self.waiting_say_s == 0:
             raise ValueError("waiting_say_s must be above 0")

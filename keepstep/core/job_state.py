@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from keepstep.core import placement
 from keepstep.core.actions import (
     Action,
     Announce,
@@ -23,10 +24,11 @@ from keepstep.core.actions import (
     StartWorker,
 )
 from keepstep.core.fingerprints import FingerprintBook
-from keepstep.core.generations import fenced_workers, generation_to_body
+from keepstep.core.generations import generation_to_body
 from keepstep.core.incident import Incident, Victim
 from keepstep.core.job_config import JobConfig
 from keepstep.core.membership import Membership, Standing, Worker
+from keepstep.core.node_facts import Link, NodeFacts, natural
 from keepstep.core.replicas import ReplicaBook
 from keepstep.core.types import Generation
 
@@ -101,6 +103,14 @@ class JobState:
     absent_until_s: float | None = None
     ledger_lost: bool = False
     replicas: ReplicaBook = field(default_factory=lambda: ReplicaBook(0))
+    nodes: dict[str, NodeFacts] = field(default_factory=dict)
+    suspected: set[str] = field(default_factory=set)
+    shards: dict[int, str] = field(default_factory=dict)  # rank -> identity of the bytes it must hold
+    ever: set[int] = field(default_factory=set)  # members of any generation so far
+    _map: tuple[Generation | None, dict[int, int]] = (None, {})
+    _gone: tuple[object, list[int]] = (None, [])
+    _spares: tuple[object, list[Worker]] = (None, [])
+    _twins: tuple[int, dict[str, list[int]]] = (-1, {})
     unkept: dict[int, str] = field(default_factory=dict)  # worker -> why its records are not held elsewhere
 
     def __post_init__(self) -> None:
@@ -114,23 +124,86 @@ class JobState:
 
     def is_member(self, worker: int) -> bool:
         """Whether the worker belongs to the generation that counts now."""
-        return not self.restarting and self.newest is not None and worker in self.newest.members
+        return not self.restarting and worker in self.places
+
+    @property
+    def places(self) -> dict[int, int]:
+        """Worker -> rank, over the members of the newest generation (a donor: the rank that it holds)."""
+        newest = self.newest
+        if self._map[0] is not newest:
+            found = {} if newest is None else {worker: rank for rank, worker in enumerate(newest.ranks)}
+            if newest is not None:
+                found.update(newest.donors)
+            self._map = (newest, found)
+        return self._map[1]
 
     def gone(self) -> list[int]:
         """Members of the newest generation that are dead or on their way out."""
         if self.restarting or self.newest is None:
             return []
-        return [number for number in self.newest.members if not self._useful(number)]
+        key = (self.members.version, self.newest.number)
+        if self._gone[0] != key:
+            self._gone = (key, [number for number in self.newest.members if not self._useful(number)])
+        return self._gone[1]
 
     def _useful(self, number: int) -> bool:
         worker = self.members.workers.get(number)
         return worker is not None and worker.useful
 
     def rank_of(self, worker: int) -> int | None:
-        return self.newest.rank_of(worker) if self.newest is not None else None
+        return self.places.get(worker)
 
     def spares(self) -> list[Worker]:
-        return self.members.spares(fenced_workers(self.generations) | set(self.current_members()))
+        """Parked workers that may be given a rank, the best first. Once a member is never a spare again."""
+        key = (self.members.version, len(self.generations))
+        if self._spares[0] != key:
+            self._spares = (key, self.members.spares(self.ever))
+        return self._spares[1]
+
+    def suspects(self) -> list[NodeFacts]:
+        """The nodes whose agents are silent or not connected."""
+        return [self.nodes[name] for name in sorted(self.suspected)]
+
+    def free_slots(self) -> list[tuple[str, int]]:
+        """Where a worker can be started now: not on a node that may not hear of it."""
+        free = self.members.free_slots()
+        return [slot for slot in free if slot[0] not in self.suspected] if self.suspected else free
+
+    def link(self, node: NodeFacts, link: Link) -> None:
+        """How the controller stands with a node's agent from now on."""
+        node.link = link
+        if node.suspect:
+            self.suspected.add(node.name)
+        else:
+            self.suspected.discard(node.name)
+
+    def has_workers(self, node: str) -> bool:
+        return any(True for _ in self.members.of_node(node))
+
+    def has_members(self, node: str) -> bool:
+        """Whether a rank is played on this node."""
+        return any(self.is_member(worker.number) for worker in self.members.of_node(node))
+
+    def member_nodes(self) -> set[str]:
+        """The nodes on which ranks are played."""
+        workers = self.members.workers
+        return {workers[number].node for number in self.current_members() if number in workers}
+
+    def node_of_rank(self, rank: int) -> str:
+        """Where a rank is played; "" when nobody plays it."""
+        newest = self.newest
+        worker = self.members.workers.get(newest.ranks[rank]) if newest is not None else None
+        return worker.node if worker is not None and worker.useful else ""
+
+    def twins_of(self, rank: int) -> list[int]:
+        """Ranks that hold the same bytes, as far as shards are known."""
+        if self._twins[0] != len(self.shards):
+            groups: dict[str, list[int]] = {}
+            for one, identity in sorted(self.shards.items()):
+                groups.setdefault(identity, []).append(one)
+            self._twins = (len(self.shards), groups)
+        shard = self.shards.get(rank)
+        return [] if shard is None else [one for one in self._twins[1][shard] if one != rank]
 
     def current_members(self) -> tuple[int, ...]:
         return self.newest.members if self.newest is not None else ()
@@ -141,9 +214,14 @@ class JobState:
         return f"spare worker {worker}" if rank is None else f"rank {rank}: worker {worker}"
 
     def store_node(self, members: Collection[int]) -> str:
-        """A node that will hold the store of a generation: the first that joined and has a member."""
-        having = {self.members.workers[number].node for number in members if number in self.members.workers}
-        return next((node for node in self.members.slots if node in having), "")
+        """A node that will hold the store of a generation: one with a member, in order of names.
+
+        Never one that is silent or not connected, where there is another.
+        """
+        workers = self.members.workers
+        having = {workers[number].node for number in members if number in workers} & self.members.slots.keys()
+        sound = {node for node in having if node not in self.nodes or not self.nodes[node].suspect}
+        return min(sound or having, key=natural, default="")
 
     # ---- small moves ----------------------------------------------------------------------------
 
@@ -183,6 +261,7 @@ class JobState:
         """Write the generation down; only then tell everybody."""
         before = self.newest
         self.generations.append(generation)
+        self.ever.update(generation.members)
         self.persist("generation", {**generation_to_body(generation), "reason": reason})
         replacements = {}
         for rank, number in enumerate(generation.ranks):
@@ -192,15 +271,31 @@ class JobState:
         if generation.fresh:
             self.restarting, self.published, self.setup_over = False, 0, False
             self.replicas = ReplicaBook(self.config.world_size)
+            self.shards.clear()
         self.resumed, self.complaint, self.waiting = set(), None, None
         self.gather_until_s = self.park_until_s = None
         if self.incident is not None:
             self.incident.decide(generation, replacements, now_s)
             self.persist("incident_phase", self.incident.body())
         self.say(f"generation {generation.number}: {reason}")
-        self.actions.append(Announce(generation=generation, reason=reason))
+        self.announce(reason)
+        for line in placement.crowded(self, [*replacements] if not generation.fresh else ()):
+            self.say(f"{line}: one failure of it would take every copy", "warning")
+            self.persist("note", {"about": "placement", "text": line, "generation": generation.number})
         for worker in self.spares():
             self.stand_by(worker)
+
+    def announce(self, reason: str) -> None:
+        """Tell every agent of the newest generation."""
+        assert self.newest is not None
+        self.actions.append(
+            Announce(
+                generation=self.newest,
+                reason=reason,
+                peers=placement.peers(self),
+                keepers=placement.keepers(self),
+            )
+        )
 
     def open_incident(
         self, cause: str, reason: str, now_s: float, first_evidence_s: float | None, victim: Victim | None

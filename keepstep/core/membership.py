@@ -1,14 +1,17 @@
-"""Nodes, slots and the workers on them: who lives, who is parked, which slot is free.
+"""Slots and the workers on them: who lives, who is parked, which slot is free.
 
 It knows nothing of ranks or incidents; a worker "plays" here, the map of who plays what is the
-generation's.
+generation's. A job has tens of thousands of workers and each event is looked at many times: whoever
+stands where is kept in sets, and answers last until somebody's standing changes.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+
+from keepstep.core.node_facts import natural
 
 
 class Standing(enum.StrEnum):
@@ -21,38 +24,84 @@ class Standing(enum.StrEnum):
     EXITED = "exited"
 
 
-@dataclass(slots=True, kw_only=True)
+_USEFUL = (Standing.STARTING, Standing.PARKED, Standing.PLAYING)
+_ALIVE = (*_USEFUL, Standing.ENDING)
+
+
 class Worker:
     """One process, from the order to start it until its end. `status` is None while unknown."""
 
-    number: int
-    node: str
-    slot: int
-    standing: Standing = Standing.STARTING
-    readiness: str = ""
-    stood_by: bool = False
-    step: int = 0
-    status: int | None = None
-    finished: bool = False
-    released: bool = False
+    __slots__ = (
+        "_crowd",
+        "_standing",
+        "finished",
+        "node",
+        "number",
+        "readiness",
+        "released",
+        "slot",
+        "status",
+        "step",
+        "stood_by",
+    )
+
+    def __init__(self, *, number: int, node: str, slot: int) -> None:
+        self.number = number
+        self.node = node
+        self.slot = slot
+        self.readiness = ""
+        self.stood_by = False
+        self.step = 0
+        self.status: int | None = None
+        self.finished = False
+        self.released = False
+        self._standing = Standing.STARTING
+        self._crowd: Membership | None = None
+
+    def __repr__(self) -> str:
+        return f"Worker({self.number} on {self.node}/{self.slot}, {self._standing})"
+
+    @property
+    def standing(self) -> Standing:
+        return self._standing
+
+    @standing.setter
+    def standing(self, standing: Standing) -> None:
+        before, self._standing = self._standing, standing
+        if self._crowd is not None and before is not standing:
+            self._crowd.moved(self, before)
 
     @property
     def alive(self) -> bool:
-        return self.standing is not Standing.EXITED
+        return self._standing is not Standing.EXITED
 
     @property
     def useful(self) -> bool:
         """Alive and not on its way out."""
-        return self.standing not in (Standing.EXITED, Standing.ENDING)
+        return self._standing in _USEFUL
+
+    def join(self, crowd: Membership) -> None:
+        """From now on `crowd` hears of every change of its standing."""
+        self._crowd = crowd
 
 
 @dataclass(slots=True)
 class Membership:
-    """All nodes and workers of one job. Worker numbers count up and are never used again."""
+    """All slots and workers of one job. Worker numbers count up and are never used again.
+
+    `version` changes with any standing; `living_version` when somebody starts or ends.
+    """
 
     slots: dict[str, int] = field(default_factory=dict)
     workers: dict[int, Worker] = field(default_factory=dict)
     next_number: int = 0
+    version: int = 0
+    living_version: int = 0
+    late: set[str] = field(default_factory=set)  # nodes whose slots come last: they are for spares
+    _by_standing: dict[Standing, dict[int, Worker]] = field(
+        default_factory=lambda: {standing: {} for standing in Standing}
+    )
+    _free: tuple[object, list[tuple[str, int]]] = (None, [])
 
     def start(self, node: str, slot: int) -> Worker:
         """Note a new worker on a free slot."""
@@ -63,35 +112,72 @@ class Membership:
     def adopt(self, worker: Worker) -> None:
         self.workers[worker.number] = worker
         self.next_number = max(self.next_number, worker.number + 1)
+        self._by_standing[worker.standing][worker.number] = worker
+        self.version += 1
+        self.living_version += 1
+        worker.join(self)
+
+    def moved(self, worker: Worker, before: Standing) -> None:
+        """A worker's standing has changed."""
+        self._by_standing[before].pop(worker.number, None)
+        self._by_standing[worker.standing][worker.number] = worker
+        self.version += 1
+        if Standing.EXITED in (before, worker.standing):
+            self.living_version += 1
 
     def free_slots(self) -> list[tuple[str, int]]:
-        """Slots without a living process, in the order in which their nodes joined."""
-        taken = {(worker.node, worker.slot) for worker in self.workers.values() if worker.alive}
-        return [
-            (node, slot)
-            for node, count in self.slots.items()
-            for slot in range(count)
-            if (node, slot) not in taken
-        ]
+        """Slots without a living process, in the order of their nodes' names, those for spares last."""
+        key = (self.living_version, tuple(self.slots.items()), len(self.late))
+        if self._free[0] != key:
+            taken = {(worker.node, worker.slot) for worker in self.alive()}
+            free = [
+                (node, slot)
+                for node in self.node_order()
+                for slot in range(self.slots[node])
+                if (node, slot) not in taken
+            ]
+            self._free = (key, free)
+        return self._free[1]
+
+    def node_order(self) -> list[str]:
+        """Nodes as ranks are given out: by name (node2 before node10), those for spares last."""
+        return sorted(self.slots, key=lambda node: (node in self.late, natural(node)))
+
+    def of_node(self, node: str) -> list[Worker]:
+        """The living workers of a node."""
+        return [worker for worker in self.alive() if worker.node == node]
 
     def useful(self) -> list[Worker]:
-        return [worker for worker in self.workers.values() if worker.useful]
+        return self._standing_in(_USEFUL)
+
+    def useful_count(self) -> int:
+        return sum(len(self._by_standing[standing]) for standing in _USEFUL)
 
     def alive(self) -> list[Worker]:
-        return [worker for worker in self.workers.values() if worker.alive]
+        return self._standing_in(_ALIVE)
+
+    def alive_count(self) -> int:
+        return sum(len(self._by_standing[standing]) for standing in _ALIVE)
 
     def starting(self) -> list[Worker]:
-        return [worker for worker in self.workers.values() if worker.standing is Standing.STARTING]
+        return self._standing_in((Standing.STARTING,))
+
+    def waiting_count(self) -> int:
+        """How many useful workers play no rank."""
+        return len(self._by_standing[Standing.STARTING]) + len(self._by_standing[Standing.PARKED])
+
+    def parked_count(self) -> int:
+        return len(self._by_standing[Standing.PARKED])
 
     def spares(self, fenced: Collection[int] = ()) -> list[Worker]:
         """Parked workers that may be given a rank, the best first: hot before warm, then the oldest."""
-        parked = [
-            worker
-            for worker in self.workers.values()
-            if worker.standing is Standing.PARKED and worker.number not in fenced
-        ]
+        parked = [w for w in self._by_standing[Standing.PARKED].values() if w.number not in fenced]
         return sorted(parked, key=lambda worker: (worker.readiness != "hot", worker.number))
 
-    def in_slot_order(self, workers: Collection[Worker]) -> list[Worker]:
-        nodes = {node: index for index, node in enumerate(self.slots)}
+    def in_slot_order(self, workers: Iterable[Worker]) -> list[Worker]:
+        nodes = {node: index for index, node in enumerate(self.node_order())}
         return sorted(workers, key=lambda worker: (nodes.get(worker.node, len(nodes)), worker.slot))
+
+    def _standing_in(self, standings: Collection[Standing]) -> list[Worker]:
+        found = [worker for standing in standings for worker in self._by_standing[standing].values()]
+        return sorted(found, key=lambda worker: worker.number) if len(standings) > 1 else found

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from keepstep.core.actions import Announce
 from keepstep.core.events import AgentJoined
 from keepstep.core.job_state import JobState, say_status
 from keepstep.core.losses import process_lost
 from keepstep.core.membership import Standing, Worker
+from keepstep.core.node_facts import Link, NodeFacts
 
 
 def agent_joined(state: JobState, event: AgentJoined, now_s: float) -> None:
     again = event.node in state.members.slots
     state.members.slots[event.node] = event.slots
+    _know(state, event)
     state.absent.discard(event.node)
     known = state.members.workers
     for number in event.workers:
@@ -19,7 +20,11 @@ def agent_joined(state: JobState, event: AgentJoined, now_s: float) -> None:
             # Its number is spent, whoever it is; it takes no slot that is known here.
             state.members.adopt(Worker(number=number, node=event.node, slot=-1))
             state.kill(number, f"worker {number} is in no ledger")
-    missing = [w for w in state.members.alive() if w.node == event.node and w.number not in event.workers]
+        elif not known[number].alive:
+            # Given up with its node, and alive after all: its rank has another player.
+            known[number].standing = Standing.PLAYING
+            state.kill(number, f"worker {number} was given up with its node")
+    missing = [w for w in state.members.of_node(event.node) if w.number not in event.workers]
     for worker in missing:
         status = event.exited.get(worker.number)
         text = f"{say_status(status)} while its agent was away"
@@ -31,7 +36,7 @@ def agent_joined(state: JobState, event: AgentJoined, now_s: float) -> None:
 def _tell_again(state: JobState, node: str) -> None:
     """What was said while the agent could not hear, said again."""
     playing = set(state.current_members())
-    for worker in state.members.alive():
+    for worker in state.members.of_node(node):
         fenced = worker.standing is Standing.PLAYING and (worker.number not in playing or state.restarting)
         if worker.node == node and worker.standing is Standing.ENDING:
             state.kill(worker.number, f"worker {worker.number} should have ended")
@@ -42,16 +47,39 @@ def _tell_again(state: JobState, node: str) -> None:
             if not state.restarting:
                 state.stand_by(worker)
     if not state.restarting and state.newest is not None and not state.finishing:
-        reason = f"the agent of {node} came back: generation {state.newest.number} counts"
-        state.actions.append(Announce(generation=state.newest, reason=reason))
+        state.announce(f"the agent of {node} came back: generation {state.newest.number} counts")
 
 
-def node_lost(state: JobState, node: str, reason: str, now_s: float) -> None:
+def _know(state: JobState, event: AgentJoined) -> None:
+    """The node's facts; written down when they are new, so that a later controller knows them."""
+    node = state.nodes.get(event.node)
+    if node is None or (node.labels, node.peer) != (event.labels, event.peer):
+        body = {"node": event.node, "slots": event.slots, "labels": dict(event.labels), "peer": event.peer}
+        state.persist("note", {"about": "node", **body})
+    elif node.link is not Link.CONNECTED and event.node not in state.absent:
+        state.say(f"the agent of {event.node} is connected again")
+    state.nodes[event.node] = facts = NodeFacts(name=event.node, labels=event.labels, peer=event.peer)
+    state.link(facts, Link.CONNECTED)
+    if facts.for_spares:
+        state.members.late.add(event.node)
+    else:
+        state.members.late.discard(event.node)
+
+
+def node_lost(
+    state: JobState, node: str, reason: str, now_s: float, first_evidence_s: float | None = None
+) -> None:
+    """Give up a node and every worker on it; all its ranks are victims of one incident."""
+    if node in state.nodes:
+        state.link(state.nodes[node], Link.LOST)
+    if node not in state.members.slots and not state.has_workers(node):
+        return
     state.say(f"node {node} is lost: {reason}", "error")
     state.absent.discard(node)
     state.members.slots.pop(node, None)
-    for worker in [w for w in state.members.alive() if w.node == node]:
-        process_lost(state, worker, None, f"is lost with node {node} ({reason})", now_s, "node")
+    for worker in state.members.of_node(node):
+        text = f"is lost with node {node} ({reason})"
+        process_lost(state, worker, None, text, now_s, "node", first_evidence_s)
 
 
 def miss_absent(state: JobState, now_s: float) -> None:

@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from keepstep.core.ending import everybody_left, pursue_end, pursue_finish
 from keepstep.core.generations import succeeding_generation, vacant_ranks
 from keepstep.core.job_state import JobState
+from keepstep.core.node_watch import explains_complaint, watch_marks
 from keepstep.core.observing import observe
+from keepstep.core.placement import heirs
 from keepstep.core.types import Generation
 from keepstep.core.waiting import wait_for, waiting_marks
 from keepstep.core.world import gather_world, restart_world
@@ -33,7 +35,7 @@ def pursue(state: JobState, now_s: float) -> None:
         if state.gather_until_s is None or now_s >= state.gather_until_s:
             _replace(state, gone, now_s)
     elif state.complaint is not None:
-        if now_s >= state.complaint.until_s:
+        if now_s >= state.complaint.until_s and not explains_complaint(state, now_s):
             _answer_complaint(state, now_s)
     else:
         _refill(state, now_s)
@@ -57,9 +59,10 @@ def next_deadline_s(state: JobState, now_s: float) -> float | None:
         if state.gather_until_s is None:
             marks = [*waiting_marks(state), state.complaint.until_s if state.complaint else None]
     elif state.complaint is not None:
-        marks = [state.complaint.until_s]
+        marks = [None if explains_complaint(state, now_s) else state.complaint.until_s]
     else:
         marks = [state.refill_at_s if state.incident is None else None]
+    marks += watch_marks(state, now_s) if state.suspected else []
     due = [mark for mark in (*marks, state.absent_until_s) if mark is not None]
     return max(now_s, min(due)) if due else None
 
@@ -91,7 +94,7 @@ def _replace(state: JobState, gone: Sequence[int], now_s: float) -> None:
     if len(spares) < len(vacant):
         _want_workers(state, vacant, len(vacant) - len(spares), now_s)
         return
-    chosen = [worker.number for worker in spares[: len(vacant)]]
+    chosen = heirs(state, vacant, spares)
     staying = [number for number in newest.members if number not in gone] + chosen
     generation = succeeding_generation(newest, gone, chosen, state.store_node(staying))
     state.append(generation, _explain(state, newest, generation), now_s)
@@ -120,7 +123,7 @@ def _want_workers(state: JobState, vacant: Sequence[int], missing: int, now_s: f
     """No spare is parked: start one where a slot is free, else wait and say for what."""
     ranks = ("rank " if len(vacant) == 1 else "ranks ") + ", ".join(map(str, vacant))
     wanted = missing - len(state.members.starting())
-    for node, slot in state.members.free_slots()[: max(0, wanted)]:
+    for node, slot in state.free_slots()[: max(0, wanted)]:
         if state.restarts >= state.config.max_restarts:
             break
         if state.start_failures >= state.config.start_failure_limit:
@@ -178,6 +181,6 @@ def _refill(state: JobState, now_s: float) -> None:
             f"the last {state.start_failures} spares died while starting: no more are started", "warning"
         )
         return
-    missing = config.world_size + config.spares - len(state.members.useful())
-    for node, slot in state.members.free_slots()[: max(0, missing)]:
+    missing = config.world_size + config.spares - state.members.useful_count()
+    for node, slot in state.free_slots()[: max(0, missing)]:
         state.start_worker(node, slot, f"spare on the free slot {slot} of {node}")

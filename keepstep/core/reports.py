@@ -104,6 +104,9 @@ def fingerprint_taken(state: JobState, event: FingerprintTaken) -> None:
     if not state.is_member(event.worker):
         return
     fingerprint_seen(state, event)
+    rank = state.rank_of(event.worker)
+    if rank is not None and event.shard:
+        state.shards[rank] = event.shard
     other = state.fingerprints.disagreement(event)
     if other is not None:
         text = (

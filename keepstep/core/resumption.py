@@ -12,6 +12,7 @@ from keepstep.core.actions import EndJob, Persist
 from keepstep.core.generations import generation_from_body
 from keepstep.core.job_state import JobState
 from keepstep.core.membership import Standing, Worker
+from keepstep.core.node_facts import Link, NodeFacts
 from keepstep.core.replicas import ReplicaBook
 
 
@@ -59,6 +60,7 @@ def _generation(state: JobState, body: Mapping[str, Any]) -> None:
     if generation.number != len(state.generations):
         raise ValueError(f"generation {generation.number} follows {len(state.generations) - 1} in the ledger")
     state.generations.append(generation)
+    state.ever.update(generation.members)
     if generation.fresh:
         state.restarting, state.published, state.setup_over = False, 0, False
         state.replicas = ReplicaBook(state.config.world_size)
@@ -70,6 +72,13 @@ def _note(state: JobState, body: Mapping[str, Any]) -> None:
             state.members.adopt(
                 Worker(number=int(body["worker"]), node=str(body["node"]), slot=int(body["slot"]))
             )
+        case "node":
+            name = str(body["node"])
+            labels = {str(key): str(value) for key, value in body["labels"].items()}
+            state.nodes[name] = node = NodeFacts(name=name, labels=labels, peer=str(body["peer"]))
+            node.link = Link.LOST  # until it joins again
+            if node.for_spares:
+                state.members.late.add(name)
         case "restart":
             state.restarts += 1
             state.restarting, state.setup_over = True, False

@@ -7,6 +7,7 @@ from typing import Any
 from keepstep.core.job_state import JobState
 from keepstep.core.keeping import unkept_ranks
 from keepstep.core.membership import Standing, Worker
+from keepstep.core.node_facts import NodeFacts
 
 
 def job_phase(state: JobState) -> str:
@@ -41,7 +42,7 @@ def snapshot(state: JobState) -> dict[str, Any]:
         "spares": [_worker(w, w.number) for w in others if w.useful],
         "ending": [_worker(w, w.number) for w in others if w.standing is Standing.ENDING],
         "free_slots": [{"node": node, "slot": slot} for node, slot in members.free_slots()],
-        "nodes": [{"node": node, "slots": slots} for node, slots in members.slots.items()],
+        "nodes": [_node(state, facts) for facts in state.nodes.values()],
         "incident": state.incident.body() if state.incident else None,
         "incidents": state.incident_count,
         "restarts": state.restarts,
@@ -57,6 +58,17 @@ def snapshot(state: JobState) -> dict[str, Any]:
         "ledger_lost": state.ledger_lost,
         "unkept_ranks": unkept_ranks(state),
         "observe": state.config.observe,
+    }
+
+
+def _node(state: JobState, facts: NodeFacts) -> dict[str, Any]:
+    return {
+        "node": facts.name,
+        "slots": state.members.slots.get(facts.name, 0),
+        "labels": dict(facts.labels),
+        "peer": facts.peer,
+        "state": facts.link.value,
+        "silent_s": facts.silent_s,
     }
 
 

@@ -37,11 +37,16 @@ def gather_world(state: JobState, now_s: float) -> None:
     size = state.config.world_size
     if not state.begun:
         return
-    useful = state.members.useful()
-    for node, slot in state.members.free_slots()[: max(0, size + state.config.spares - len(useful))]:
-        state.start_worker(node, slot, "the world starts")
-    spares = state.spares()
-    if len(spares) >= size:
+    missing_nodes = state.config.nodes - len(state.members.slots)
+    if missing_nodes > 0:
+        what = f"{missing_nodes} of {state.config.nodes} nodes to join"
+        wait_for(state, what, now_s, gives_up=True)
+        return
+    wanted = size + state.config.spares - state.members.useful_count()
+    if wanted > 0:
+        for node, slot in state.free_slots()[:wanted]:
+            state.start_worker(node, slot, "the world starts")
+    if state.members.parked_count() >= size and len(spares := state.spares()) >= size:
         state.waiting = None
         chosen = _first_in_slot_order(state, spares, now_s)
         if chosen:
@@ -50,13 +55,14 @@ def gather_world(state: JobState, now_s: float) -> None:
             state.append(generation, f"{size} workers are there: all ranks start at step 0", now_s)
         return
     state.park_until_s = None
-    useful = [worker for worker in state.members.useful() if worker.standing is not Standing.PLAYING]
-    what = f"{size - len(spares)} of {size} workers to reach keepstep.init()"
-    if len(useful) < size:
-        missing = size - len(useful)
+    alive = state.members.alive_count()
+    useful = state.members.waiting_count()
+    what = f"{size - state.members.parked_count()} of {size} workers to reach keepstep.init()"
+    if useful < size:
+        missing = size - useful
         what = f"{missing} free slot{'s' if missing > 1 else ''} for a world of {size}"
-    ending = bool(state.members.alive()) and len(useful) < size and len(state.members.alive()) >= size
-    wait_for(state, what, now_s, gives_up=len(useful) < size and not ending, quiet_at_first=True)
+    ending = bool(alive) and useful < size and alive >= size
+    wait_for(state, what, now_s, gives_up=useful < size and not ending, quiet_at_first=True)
 
 
 def _first_in_slot_order(state: JobState, spares: Sequence[Worker], now_s: float) -> list[Worker]:

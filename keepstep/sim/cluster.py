@@ -16,6 +16,7 @@ from keepstep.core.actions import (
     EndJob,
     KillWorker,
     Persist,
+    Probe,
     Release,
     Say,
     StandBy,
@@ -37,6 +38,7 @@ from keepstep.core.worker_phase import WorkerPhase
 from keepstep.sim.agenda import Agenda, Channel
 from keepstep.sim.invariants import Invariants, Violation
 from keepstep.sim.mishaps import befall, on_cue
+from keepstep.sim.nodes import Reach, answer_probe, joined
 from keepstep.sim.room import Room
 from keepstep.sim.story import Story
 from keepstep.sim.virtual_worker import VirtualWorker
@@ -78,9 +80,10 @@ class Cluster:
         self.rooms: dict[int, Room] = {}
         slots = story.world_size + story.spares + story.free_slots
         self.nodes = {"n0": slots} if story.nodes == 1 else {"n0": (slots + 1) // 2, "n1": slots // 2}
-        if story.nodes == 2 and any(mishap.kind == "node" for mishap in story.mishaps):
+        if story.nodes == 2 and any(mishap.kind in ("node", "cut") for mishap in story.mishaps):
             self.nodes = {"n0": slots, "n1": slots}
         self.channels = {node: Channel(self.agenda) for node in self.nodes}
+        self.reach = Reach(self)
         self.outbox: list[Callable[[], None]] = []
         self.mishaps = list(story.mishaps)
         self.cues = list(story.cues)
@@ -93,8 +96,7 @@ class Cluster:
     def run(self) -> EndJob:
         """First any faults, and safety holds; then the faults stop, and training must finish."""
         for node in self.nodes:
-            joined = AgentJoined(node=node, slots=self.nodes[node])
-            self._send(self.channels[node], partial(self._hear, joined))
+            self._send(self.channels[node], partial(self.hear, joined(self, node)))
         while self.end is None:
             while self.mishaps and self.mishaps[0].at_event <= self.events:
                 befall(self, self.mishaps.pop(0))
@@ -168,17 +170,23 @@ class Cluster:
 
     def report(self, worker: VirtualWorker, event: Event) -> None:
         """A worker's word to the controller, through its agent; in the order in which it speaks."""
-        self.deliver(event, worker.channel)
+        if worker.node in self.reach.cut:
+            return  # whoever is cut off says it again, or is told what happened meanwhile
+        if self.reach.away(worker.node):
+            self.reach.hold(worker.node, lambda: self.deliver(event, worker.channel))
+        else:
+            self.deliver(event, worker.channel)
 
     def deliver(self, event: Event, channel: Channel) -> None:
-        channel.send(self.delay(0.01), lambda: self._hear(event))
+        channel.send(self.delay(0.01), lambda: self.hear(event))
 
-    def _hear(self, event: Event) -> None:
+    def hear(self, event: Event) -> None:
+        """The controller's shell hands an event to the core."""
         if self.end is not None:
             return
         if self.controller is None:
             if not isinstance(event, AgentJoined):  # that is said anew on every connection
-                self.outbox.append(lambda: self._hear(event))
+                self.outbox.append(lambda: self.hear(event))
             return
         actions = self.controller.step(event, self.agenda.now_s)
         if not isinstance(event, Ticked):
@@ -210,7 +218,7 @@ class Cluster:
 
     def _alarm(self, ticket: int) -> None:
         if ticket == self.ticket and self.controller is not None:
-            self._hear(Ticked())
+            self.hear(Ticked())
 
     # ---- the controller's shell -----------------------------------------------------------------
 
@@ -223,11 +231,13 @@ class Cluster:
                         self.invariants.generation_persisted(generation_from_body(action.body))
                 case Announce():
                     self.invariants.generation_announced(action.generation)
-                    for node, channel in self.channels.items():
-                        self._send(channel, partial(self._announce, node, action.generation))
+                    for node in list(self.channels):
+                        self._to_node(node, partial(self._announce, node, action.generation))
+                case Probe():
+                    answer_probe(self, action)
                 case StartWorker():
                     if action.node in self.channels:  # else its node is lost, as will be heard
-                        self._send(self.channels[action.node], partial(self._start, action))
+                        self._to_node(action.node, partial(self._start, action))
                 case StandBy():
                     self._to_worker(action.worker, lambda w: w.stand_by())
                 case Release():
@@ -250,20 +260,25 @@ class Cluster:
 
         channel.send(self.delay(0.01), arrive)
 
+    def _to_node(self, node: str, errand: Callable[[], None]) -> None:
+        # What an agent could not hear is void: the core says it again when it is back.
+        if node in self.channels and not self.reach.away(node):
+            self._send(self.channels[node], errand)
+
     def _to_worker(self, number: int, errand: Callable[[VirtualWorker], None]) -> None:
         worker = self.workers.get(number)
-        if worker is not None and worker.node in self.channels:
-            self._send(
-                self.channels[worker.node],
+        if worker is not None:
+            self._to_node(
+                worker.node,
                 lambda: self.later(worker, self.delay(0.01), lambda: errand(worker)),
             )
 
     def _to_process(self, number: int) -> None:
         """SIGKILL reaches stopped processes as well; evidence may be taken first."""
         worker = self.workers.get(number)
-        if worker is not None and worker.node in self.channels:
-            self._send(
-                self.channels[worker.node],
+        if worker is not None:
+            self._to_node(
+                worker.node,
                 lambda: self.agenda.after(self.delay(0.5), lambda: self.exit(worker, -9)),
             )
 
@@ -320,8 +335,10 @@ class Cluster:
             step=worker.machine.step_count,
             published=self.page_published(worker),
         )
-        if worker.node in self.channels:
-            channel = Channel(self.agenda) if status < 0 else worker.channel
+        channel = Channel(self.agenda) if status < 0 else worker.channel
+        if self.reach.away(worker.node):
+            self.reach.hold(worker.node, lambda: self.deliver(event, channel))
+        elif worker.node in self.channels:
             self.deliver(event, channel)
 
     def crash_controller(self) -> None:
@@ -334,19 +351,12 @@ class Cluster:
         self.tell("the controller is back and reads its ledger")
         self.controller = self.job_machine.resume(self.config, self.ledger)
         for node in self.channels:
-            here = [worker for worker in self.workers.values() if worker.node == node]
-            joined = AgentJoined(
-                node=node,
-                slots=self.nodes[node],
-                workers=tuple(w.number for w in here if w.alive),
-                exited={w.number: w.status for w in here if w.status is not None},
-                finished=tuple(w.number for w in here if w.finished),
-            )
-            self._hear(joined)
+            if not self.reach.away(node):
+                self.hear(joined(self, node))
         for worker in self.workers.values():
             parked = worker.alive and worker.readiness and worker.machine.phase is WorkerPhase.PARKED
-            if parked and worker.node in self.channels:
-                self._hear(WorkerParked(worker=worker.number, readiness=worker.readiness))
+            if parked and worker.node in self.channels and not self.reach.away(worker.node):
+                self.hear(WorkerParked(worker=worker.number, readiness=worker.readiness))
         outbox, self.outbox = self.outbox, []
         for message in outbox:
             message()

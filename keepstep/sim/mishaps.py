@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from keepstep.core.events import AgentLost, WorkerSuspected
-from keepstep.sim.agenda import Channel
+from keepstep.core.events import WorkerSuspected
+from keepstep.sim.nodes import cut_node, lose_node, restart_agent
 from keepstep.sim.story import Cue, Mishap
 from keepstep.sim.virtual_worker import VirtualWorker
 
@@ -13,13 +13,16 @@ if TYPE_CHECKING:
     from keepstep.sim.cluster import Cluster
 
 
+NODE_MISHAPS = {"node": lose_node, "cut": cut_node, "agent": restart_agent}
+
+
 def befall(cluster: Cluster, mishap: Mishap) -> None:
     cluster.last_mishap_s = cluster.agenda.now_s
     if mishap.kind == "controller":
         cluster.crash_pending = True
         return
-    if mishap.kind == "node":
-        lose_node(cluster)
+    if mishap.kind in NODE_MISHAPS:
+        NODE_MISHAPS[mishap.kind](cluster)
         return
     worker = choose(cluster, mishap)
     if worker is not None:
@@ -31,8 +34,8 @@ def on_cue(cluster: Cluster, cue: Cue, line: str) -> None:
     match cue.kind:
         case "controller":
             cluster.crash_controller()
-        case "node":
-            lose_node(cluster)
+        case "node" | "cut" | "agent":
+            NODE_MISHAPS[cue.kind](cluster)
         case _:
             number = int(line.split()[0][1:]) if cue.worker is None else cue.worker
             strike(cluster, cluster.workers[number], cue.kind)
@@ -85,13 +88,3 @@ def choose(cluster: Cluster, mishap: Mishap) -> VirtualWorker | None:
     spares = [w for w in alive if w not in members]
     pool = {"member": members or alive, "spare": spares or members, "any": alive}[mishap.whom]
     return pool[int(mishap.pick * len(pool))] if pool else None
-
-
-def lose_node(cluster: Cluster) -> None:
-    if len(cluster.channels) < 2 or any(w.finished for w in cluster.workers.values()):
-        return
-    cluster.tell("*** node n1 is lost")
-    del cluster.channels["n1"]
-    for worker in [w for w in cluster.workers.values() if w.alive and w.node == "n1"]:
-        cluster.exit(worker, -9)
-    cluster.deliver(AgentLost(node="n1", reason="no heartbeat"), Channel(cluster.agenda))

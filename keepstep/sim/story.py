@@ -14,6 +14,7 @@ WORLDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("uneven3", ("a", "b", "a")),
 )
 FAULT_KINDS = ("kill", "kill", "kill", "stop", "suspect", "flaky", "flaky", "controller")
+NODE_KINDS = ("node", "cut", "agent")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +23,8 @@ class Mishap:
 
     `kind`: kill, stop (SIGSTOP, continued later), suspect (a living worker is falsely suspected and
     lives on for a while), flaky (a collective fails though nobody died), controller (crash and
-    restart), node (a whole node with its agent). `whom`: "member", "spare" or "any"; `pick` chooses.
+    restart), node (a whole node with its agent), cut (a node's network, healed later), agent (dies and is
+    restarted; its workers live on). `whom`: "member", "spare" or "any"; `pick` chooses.
     """
 
     kind: str
@@ -79,9 +81,11 @@ def story_of(seed: int) -> Story:
         # The next one mostly falls into the recovery from this one.
         moment += rng.randint(1, 10 * len(shards)) if rng.random() < 0.8 else rng.randint(20, 150)
     nodes = rng.choice((1, 1, 2))
-    if nodes == 2 and rng.random() < 0.1:
-        mishaps.append(Mishap(kind="node", at_event=moment, whom="any", pick=rng.random()))
-    free = 1 if nodes == 1 or all(mishap.kind != "node" for mishap in mishaps) else len(shards) + spares + 1
+    if nodes == 2 and rng.random() < 0.3:
+        kind = rng.choice(NODE_KINDS)
+        mishaps.append(Mishap(kind=kind, at_event=moment, whom="any", pick=rng.random()))
+    lost = any(mishap.kind in ("node", "cut") for mishap in mishaps)
+    free = len(shards) + spares + 1 if lost else 1
     return Story(
         seed=seed,
         name=name,

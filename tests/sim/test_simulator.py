@@ -13,7 +13,7 @@ from keepstep.core.job import JobMachine
 from keepstep.core.worker import WorkerMachine, WorkerPhase
 from keepstep.core.worker_events import CollectiveFailed, CopyStarted, Interrupted, Publish
 from keepstep.sim.run import run_seed, sweep
-from keepstep.sim.story import FAULT_KINDS, story_of
+from keepstep.sim.story import FAULT_KINDS, NODE_KINDS, story_of
 
 SEEDS = 10_000
 MUTANT_SEEDS = 2_000
@@ -31,7 +31,7 @@ def test_every_promise_holds_and_every_job_finishes() -> None:
 def test_the_stories_hold_every_kind_of_fault_and_world() -> None:
     stories = [story_of(seed) for seed in range(500)]
     kinds = {mishap.kind for story in stories for mishap in story.mishaps}
-    assert kinds == {*FAULT_KINDS, "node"}
+    assert kinds == {*FAULT_KINDS, *NODE_KINDS}
     assert {story.name for story in stories} == {"ddp2", "ddp3", "hsdp4", "fsdp2", "uneven3"}
 
 

@@ -277,10 +277,16 @@ def test_actions_reach_the_agent_of_the_node_in_order_and_its_events_come_back(t
     assert machine.told[1] == evt.WorkerExited(worker=4, status=-9, first_evidence_s=1.5)
 
 
-def test_a_returning_agent_gets_what_was_sent_meanwhile_and_is_not_declared_lost(tmp_path: Path) -> None:
+def test_a_returning_agent_gets_what_is_said_after_its_return_and_is_not_declared_lost(
+    tmp_path: Path,
+) -> None:
+    # What was said before the machine knew of the return was meant for another agent, perhaps a dead one.
     machine = ScriptedMachine(
         {
-            evt.WorkerParked: (act.StartWorker(worker=8, node="n", slot=1, reason="r"),),
+            evt.WorkerParked: (act.StartWorker(worker=7, node="n", slot=1, reason="r"),),
+            evt.AgentJoined: lambda event: [
+                act.StartWorker(worker=8, node="n", slot=1, reason="r") for _ in event.workers
+            ],
             evt.AgentLost: END,
             evt.StopRequested: END,
         }
