@@ -18,6 +18,8 @@ from keepstep.core.events import (
     KeeperRegained,
     Resumed,
     ScriptFailed,
+    SelfCheckFailed,
+    SelfCheckPassed,
     StateDescribed,
     StateReceived,
     UsageRefused,
@@ -37,6 +39,8 @@ _FORWARDED = (
     KeeperMissed,
     KeeperRegained,
     StateDescribed,
+    SelfCheckFailed,
+    SelfCheckPassed,
     ScriptFailed,
     UsageRefused,
     WorkerFinished,
@@ -91,6 +95,7 @@ class Desk:
                 orphan_timeout_s=spec.orphan_timeout_s,
                 advertise=self._advertise,
                 record_ack_s=spec.record_ack_s,
+                mode=spec.mode,
             )
         )
         for message in self._announcements.greetings(link.worker):

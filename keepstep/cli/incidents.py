@@ -87,6 +87,8 @@ def _in_two_lines(incident: Mapping[str, Any]) -> str:
     lost, again = incident.get("steps_lost", 0), incident.get("steps_recomputed", 0)
     price = f"{_seconds(incident.get('total_s'))}, {lost} steps lost, {again} recomputed"
     number = f"{incident['number']:>3}"
+    if would := _would(incident):
+        price = would
     return (
         f"{number}  {_clock(incident)}  {incident.get('reason', '')}\n{'':>3}  {_outcome(incident)}: {price}"
     )
@@ -103,6 +105,7 @@ def story(incident: Mapping[str, Any]) -> str:
             for victim in incident.get("victims", ())
         ),
         "decision": _decision(incident),
+        "not done": _would(incident),
         "verdict": incident.get("verdict"),
         "outcome": _outcome(incident),
         "steps lost": incident.get("steps_lost", 0),
@@ -140,6 +143,11 @@ def _bars(phases: Mapping[str, float]) -> list[str]:
     return lines
 
 
+def _would(incident: Mapping[str, Any]) -> str:
+    """What mode observe decided and did not do."""
+    return str((incident.get("would") or {}).get("text", ""))
+
+
 def _decision(incident: Mapping[str, Any]) -> str:
     replaced = incident.get("replacements") or {}
     generations = incident.get("generations") or []
@@ -161,6 +169,8 @@ def _outcome(incident: Mapping[str, Any]) -> str:
         "restarted_in_setup": "restarted from the script's start (setup)",
         "rollback": "rolled back",
         "unresolved": "not resolved",
+        "observed": "observed only",
+        "unprotected": "not repaired: protection was off",
     }
     outcome = words.get(str(incident.get("resolution")), str(incident.get("resolution") or "closed"))
     return outcome if incident.get("bit_exact", True) else f"{outcome}, not bit for bit"

@@ -28,7 +28,8 @@ def draw_table(status: Mapping[str, Any] | None) -> RenderableType:
 
     if status is None:
         return Text("")
-    return Group(rank_table(status), Text(incident_line(status["incident"])))
+    lines = [protection_line(status), incident_line(status["incident"])]
+    return Group(rank_table(status), *(Text(line) for line in lines if line))
 
 
 def rank_table(status: Mapping[str, Any]) -> RenderableType:
@@ -65,6 +66,18 @@ def rank_table(status: Mapping[str, Any]) -> RenderableType:
     return table
 
 
+def protection_line(status: Mapping[str, Any]) -> str:
+    """One line when a failure would not be repaired; else nothing."""
+    if status.get("mode") == "observe":
+        return "observe: failures are watched and told, nothing is done about them"
+    shield = status.get("protection")
+    if not shield or shield["on"]:
+        return ""
+    ranks = ", ".join(map(str, shield["ranks"][:8])) + (", ..." if len(shield["ranks"]) > 8 else "")
+    whom = f" for rank {ranks}" if ranks else ""
+    return f"protection off{whom}: {shield['reason']}"
+
+
 def progress_line(status: Mapping[str, Any] | None) -> str:
     """The same in one line, for a log."""
     if status is None:
@@ -72,7 +85,9 @@ def progress_line(status: Mapping[str, Any] | None) -> str:
     if status["waiting_for"]:
         return f"{status['state']}: waiting for {status['waiting_for']}"
     spares = sum(row["rank"] is None for row in status["workers"])
-    return f"{status['state']}: step {status['step']}, generation {status['generation']}, {spares} spares"
+    off = protection_line(status)
+    line = f"{status['state']}: step {status['step']}, generation {status['generation']}, {spares} spares"
+    return f"{line}; {off}" if off else line
 
 
 def incident_line(incident: Mapping[str, Any] | None) -> str:

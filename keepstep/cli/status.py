@@ -49,10 +49,12 @@ def _print(status: dict[str, Any], as_json: bool, *, compact: bool = False) -> N
         return
     from rich.console import Console
 
-    from keepstep.cli.live import incident_line, rank_table
+    from keepstep.cli.live import incident_line, protection_line, rank_table
 
     console = Console()
     console.print(rank_table(status))
+    if off := protection_line(status):
+        console.print(off, markup=False, highlight=False, style="bold red")
     if status["incident"] is not None:
         console.print(incident_line(status["incident"]), markup=False, highlight=False)
     if unkept := status.get("unkept_ranks"):

@@ -54,6 +54,8 @@ AGENT_EVENTS = (
     evt.Resumed,
     evt.FingerprintTaken,
     evt.StateDescribed,
+    evt.SelfCheckFailed,
+    evt.SelfCheckPassed,
     evt.ScriptFailed,
     evt.UsageRefused,
     evt.WorkerFinished,

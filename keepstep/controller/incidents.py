@@ -17,7 +17,7 @@ _KINDS = ("incident", "incident_phase", "incident_closed")
 
 
 class IncidentBook:
-    """All incidents of a job. `state`: open, closed."""
+    """All incidents of a job. `state`: open, closed; observed: nothing was done about it (mode observe)."""
 
     def __init__(self) -> None:
         self._incidents: dict[int, dict[str, Any]] = {}
@@ -47,7 +47,7 @@ class IncidentBook:
             phases[phase] = body["duration_s"]
         found["phases_s"] = phases
         if kind == "incident_closed":
-            found["state"] = "closed"
+            found["state"] = "observed" if found.get("resolution") == "observed" else "closed"
 
     def _add_evidence(self, body: Mapping[str, Any]) -> None:
         """What the nodes saw: `blame`, and under `gathered` how the ranks stood and where the files are."""

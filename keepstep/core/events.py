@@ -228,6 +228,24 @@ class StateDescribed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SelfCheckFailed:
+    """A worker found that its rank could not be continued exactly: `check` names what ("record", ...)."""
+
+    worker: int
+    check: str
+    reason: str
+    step: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelfCheckPassed:
+    """A check of a worker that had failed holds again."""
+
+    worker: int
+    check: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptFailed:
     """The user's code raised in a healthy step. `hardware` is True when the table of exceptions
     sends it to the machine (CUDA, NCCL, I/O) and not to the script."""
@@ -294,6 +312,8 @@ Event = (
     | Resumed
     | FingerprintTaken
     | StateDescribed
+    | SelfCheckFailed
+    | SelfCheckPassed
     | ScriptFailed
     | UsageRefused
     | WorkerFinished

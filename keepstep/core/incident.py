@@ -13,7 +13,15 @@ from keepstep.core.events import StateReceived, VerdictReached
 from keepstep.core.types import Course, Generation
 
 CAUSES = ("death", "suspicion", "hardware", "node", "complaint")
-RESOLUTIONS = ("rebuilt", "same_map", "restarted_in_setup", "rollback", "unresolved")
+RESOLUTIONS = (
+    "rebuilt",
+    "same_map",
+    "restarted_in_setup",
+    "rollback",
+    "unresolved",
+    "observed",
+    "unprotected",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +61,7 @@ class Incident:
     steps_lost: int = 0
     steps_recomputed: int = 0
     bit_exact: bool = True
+    would: dict[str, Any] = field(default_factory=dict)  # mode observe: what was not done
 
     def decide(self, generation: Generation, replacements: Mapping[int, int], now_s: float) -> None:
         """A generation was announced for it; what an earlier one had measured is part of deciding now."""
@@ -139,4 +148,5 @@ class Incident:
             "steps_recomputed": self.steps_recomputed,
             "bit_exact": self.bit_exact,
             "resolution": self.resolution,
+            **({"would": dict(self.would)} if self.would else {}),
         }

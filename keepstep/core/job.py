@@ -29,6 +29,8 @@ from keepstep.core.events import (
     Progressed,
     Resumed,
     ScriptFailed,
+    SelfCheckFailed,
+    SelfCheckPassed,
     StateDescribed,
     StateReceived,
     StopRequested,
@@ -53,12 +55,13 @@ from keepstep.core.node_watch import (
     watch_nodes,
 )
 from keepstep.core.nodes import agent_joined, miss_absent, node_lost
+from keepstep.core.observing import observe_hardware, observe_suspect
+from keepstep.core.protection import fingerprint_taken, self_check_failed, self_check_passed
 from keepstep.core.recovery import next_deadline_s, pursue
 from keepstep.core.replica_rules import replicas, state_described
 from keepstep.core.reports import (
     complained,
     counts,
-    fingerprint_taken,
     learn_published,
     progressed,
     resumed,
@@ -149,6 +152,10 @@ class JobMachine:
                 fingerprint_taken(state, event)
             case StateDescribed():
                 state_described(state, event)
+            case SelfCheckFailed():
+                self_check_failed(state, event)
+            case SelfCheckPassed():
+                self_check_passed(state, event)
             case ScriptFailed():
                 self._script_failed(event, now_s)
             case UsageRefused():
@@ -231,9 +238,7 @@ class JobMachine:
         if state.is_member(event.worker) and _must_be_silent(state, event):
             return
         if state.config.observe:
-            text = f"would fence and kill {state.name(event.worker)}: {event.reason}"
-            state.persist("note", {"about": "would", "text": text, "reason": event.reason})
-            state.say(f"observe: {text}", "warning")
+            observe_suspect(state, worker, event, now_s)
             return
         if state.is_member(event.worker):
             member_lost(
@@ -257,7 +262,9 @@ class JobMachine:
         name = state.name(event.worker)
         state.say(f"{name}: {event.summary}\n{event.traceback}".rstrip(), "error")
         if state.is_member(event.worker):
-            if event.hardware and not state.config.observe and not state.finishing:
+            if event.hardware and state.config.observe and not state.finishing:
+                observe_hardware(state, worker, event.summary, now_s)
+            elif event.hardware and not state.finishing:
                 if worker.useful:
                     text = f"failed with a machine's error ({event.summary})"
                     member_lost(state, worker, "hardware", text, now_s, None, event.summary)

@@ -112,6 +112,9 @@ class JobState:
     _spares: tuple[object, list[Worker]] = (None, [])
     _twins: tuple[int, dict[str, list[int]]] = (-1, {})
     unkept: dict[int, str] = field(default_factory=dict)  # worker -> why its records are not held elsewhere
+    self_checks: dict[int, dict[str, str]] = field(default_factory=dict)  # worker -> check that fails -> why
+    twins_differ: str = ""
+    observed: dict[int, int] = field(default_factory=dict)  # suspect -> its step when it was told (observe)
 
     def __post_init__(self) -> None:
         self.replicas = ReplicaBook(self.config.world_size)
@@ -272,6 +275,7 @@ class JobState:
             self.restarting, self.published, self.setup_over = False, 0, False
             self.replicas = ReplicaBook(self.config.world_size)
             self.shards.clear()
+            self.twins_differ = ""
         self.resumed, self.complaint, self.waiting = set(), None, None
         self.gather_until_s = self.park_until_s = None
         if self.incident is not None:

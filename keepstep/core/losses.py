@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from keepstep.core.incident import Victim
-from keepstep.core.job_state import JobState, exit_code_of
+from keepstep.core.job_state import Complaint, JobState, exit_code_of
 from keepstep.core.membership import Standing, Worker
+from keepstep.core.observing import UNWOUND_EXIT_CODE
 from keepstep.core.waiting import refill_later
 
 USAGE_EXIT_CODE = 2
@@ -30,12 +31,23 @@ def process_lost(
     elif before is Standing.ENDING:
         pass  # a member that was given up: its rank is already looked after
     elif state.is_member(worker.number):
-        if status != 0:
+        if status == UNWOUND_EXIT_CODE and state.config.observe:
+            _unwound(state, worker, now_s)
+        elif status != 0:
             member_lost(state, worker, cause, text, now_s, first_evidence_s)
         elif not worker.finished:
             state.say(f"{state.name(worker.number)} ended by itself with status 0", "warning")
     else:
         _spare_lost(state, worker, before, status, text, now_s)
+
+
+def _unwound(state: JobState, worker: Worker, now_s: float) -> None:
+    """Its collectives failed and, as without Keepstep, it ended with them: some other worker is the cause."""
+    state.say(f"{state.name(worker.number)} ended because its collectives failed", "warning")
+    if state.complaint is None:
+        until_s = now_s + state.config.complaint_grace_s
+        reason = "its collectives failed, and it ended"
+        state.complaint = Complaint(worker=worker.number, reason=reason, seen_s=now_s, until_s=until_s)
 
 
 def _spare_lost(

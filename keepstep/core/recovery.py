@@ -14,6 +14,7 @@ from keepstep.core.job_state import JobState
 from keepstep.core.node_watch import explains_complaint, watch_marks
 from keepstep.core.observing import observe
 from keepstep.core.placement import heirs
+from keepstep.core.protection import end_unprotected, unprotected
 from keepstep.core.types import Generation
 from keepstep.core.waiting import wait_for, waiting_marks
 from keepstep.core.world import gather_world, restart_world
@@ -51,7 +52,7 @@ def next_deadline_s(state: JobState, now_s: float) -> float | None:
     elif state.finishing or everybody_left(state):
         marks = [state.status_until_s, state.release_at_s]
     elif state.config.observe and not state.restarting:
-        marks = [state.complaint.until_s if state.complaint else None]
+        marks = [state.gather_until_s, state.complaint.until_s if state.complaint else None]
     elif state.restarting:
         marks = [state.park_until_s, *waiting_marks(state)]
     elif state.gone():
@@ -88,6 +89,9 @@ def _replace(state: JobState, gone: Sequence[int], now_s: float) -> None:
         )
         if state.over is None:
             gather_world(state, now_s)
+        return
+    if why := unprotected(state, gone):
+        end_unprotected(state, why, now_s)
         return
     vacant = vacant_ranks(newest, gone)
     spares = state.spares()

@@ -6,12 +6,11 @@ from collections.abc import Mapping
 
 from keepstep.core.events import (
     Complained,
-    FingerprintTaken,
     Resumed,
     VerdictReached,
 )
 from keepstep.core.job_state import Complaint, JobState
-from keepstep.core.replica_rules import fingerprint_seen, say_replicas
+from keepstep.core.replica_rules import say_replicas
 from keepstep.core.waiting import refill_later
 from keepstep.core.world import restart_world
 
@@ -98,24 +97,3 @@ def resumed(state: JobState, event: Resumed, now_s: float) -> None:
     )
     say_replicas(state)
     refill_later(state, now_s)
-
-
-def fingerprint_taken(state: JobState, event: FingerprintTaken) -> None:
-    if not state.is_member(event.worker):
-        return
-    fingerprint_seen(state, event)
-    rank = state.rank_of(event.worker)
-    if rank is not None and event.shard:
-        state.shards[rank] = event.shard
-    other = state.fingerprints.disagreement(event)
-    if other is not None:
-        text = (
-            f"ranks {other.rank} (worker {other.worker}) and {event.rank} (worker {event.worker}) should hold "
-            f"the same bytes after step {event.step}, but differ: silent corruption, or state that is not "
-            f"replicated"
-        )
-        state.say(text, "error")
-        state.persist(
-            "note",
-            {"about": "fingerprint", "text": text, "step": event.step, "ranks": [other.rank, event.rank]},
-        )

@@ -64,6 +64,7 @@ def _generation(state: JobState, body: Mapping[str, Any]) -> None:
     if generation.fresh:
         state.restarting, state.published, state.setup_over = False, 0, False
         state.replicas = ReplicaBook(state.config.world_size)
+        state.twins_differ = ""
 
 
 def _note(state: JobState, body: Mapping[str, Any]) -> None:
@@ -82,6 +83,13 @@ def _note(state: JobState, body: Mapping[str, Any]) -> None:
         case "restart":
             state.restarts += 1
             state.restarting, state.setup_over = True, False
+        case "self_check":
+            failing = state.self_checks.setdefault(int(body["worker"]), {})
+            failing[str(body["check"])] = str(body["reason"])
+            if not body["reason"]:
+                del failing[str(body["check"])]
+        case "fingerprint":
+            state.twins_differ = str(body["text"])
         case "finished":
             state.finishing = True
         case "state":

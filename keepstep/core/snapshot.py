@@ -8,6 +8,7 @@ from keepstep.core.job_state import JobState
 from keepstep.core.keeping import unkept_ranks
 from keepstep.core.membership import Standing, Worker
 from keepstep.core.node_facts import NodeFacts
+from keepstep.core.protection import protection
 
 
 def job_phase(state: JobState) -> str:
@@ -27,6 +28,7 @@ def snapshot(state: JobState) -> dict[str, Any]:
     """Generation, ranks, spares, free slots, the open incident and what is waited for."""
     newest = None if state.restarting else state.newest
     members = state.members
+    shield = protection(state)
     ranks = []
     for rank, number in enumerate(newest.ranks if newest else ()):
         ranks.append({"rank": rank, **_worker(members.workers.get(number), number)})
@@ -58,6 +60,7 @@ def snapshot(state: JobState) -> dict[str, Any]:
         "ledger_lost": state.ledger_lost,
         "unkept_ranks": unkept_ranks(state),
         "observe": state.config.observe,
+        "protection": {"on": shield.on, "reason": shield.reason, "ranks": list(shield.ranks)},
     }
 
 

@@ -138,6 +138,7 @@ class Run:
         self._reports = reports
         self._loop: Loop | None = None
         self._looped = False
+        self._on_promote: list[Callable[[int], None]] = []
 
     # ---- who am I -------------------------------------------------------------------------------
 
@@ -186,6 +187,20 @@ class Run:
             session.protected.add_per_rank(**per_rank)
         session.faults.at("setup")
 
+    def on_promote(self, work: Callable[[int], None]) -> Callable[[int], None]:
+        """Call `work(rank)` on a worker that takes a dead one's rank over: the state is the rank's, and no step
+        has been served yet. If it dies in there, the next one is called. Also a decorator; without Keepstep
+        nobody is ever promoted. Raises UsageError once the loop has begun.
+        """
+        if self._looped:
+            raise UsageError("run.on_promote() after run.steps(): say it before the loop.")
+        self._on_promote.append(work)
+        return work
+
+    def _promoted(self) -> None:
+        for work in self._on_promote:
+            work(self.rank)
+
     # ---- the loop -------------------------------------------------------------------------------
 
     def steps(
@@ -217,6 +232,7 @@ class Run:
             cursor=cursor,
             until=until,
             become_rank=self._promotion.become_rank,
+            take_over=self._promoted,
         )
         if not session.rehearsing:
             session.end_setup()

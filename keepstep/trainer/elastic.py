@@ -63,6 +63,8 @@ class Groups:
         self.place = Place.SETUP
         self.solo = False
         self.poisoned = False
+        self.observing = False  # mode observe: a failure is the script's to see, as without Keepstep
+        self.failed = ""  # what failed since the last commit, when observing
         self.open = False  # the fast path: live, healthy, and in a place where collectives may be
         self.collectives = 0
         self.swallowed = 0
@@ -90,6 +92,11 @@ class Groups:
 
     def poison(self, reason: str, *, complain: bool = True) -> None:
         """From now on collectives answer without communicating. Tells the session the first time."""
+        if self.observing and complain:
+            if not self.failed:
+                self.failed = reason
+                self.on_failure(reason)
+            return
         first = not self.poisoned
         self.settle(poisoned=True)
         if first and complain:
@@ -249,8 +256,13 @@ class ElasticGroup(dist.ProcessGroup):
         raise UsageError(f"{name}: the group of ranks {self.ranks} is not connected.")
 
     def collective_failed(self, name: str, arguments: tuple[Any, ...], error: Exception) -> None:
-        """A collective failed: poison, tell the session, and answer as if every peer were a clone."""
+        """A collective failed: poison, tell the session, and answer as if every peer were a clone.
+
+        Observing, the error goes on to the script.
+        """
         self.registry.poison(f"{name} on ranks {self.ranks}: {_first_line(error)}")
+        if self.registry.observing:
+            raise error
         self._answer_poisoned(name, arguments)
 
     def _answer_poisoned(self, name: str, arguments: tuple[Any, ...]) -> None:

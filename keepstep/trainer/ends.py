@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
 from keepstep.core.events import ScriptFailed, UsageRefused, WorkerFinished
+from keepstep.core.observing import UNWOUND_EXIT_CODE
 from keepstep.errors import UsageError
 from keepstep.trainer import blame
 from keepstep.trainer.elastic import Place
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 EXIT_USAGE = 2
 EXIT_REHEARSAL = 77
-EXIT_UNWOUND = 78
+EXIT_UNWOUND = UNWOUND_EXIT_CODE
 EXIT_HARDWARE = 79
 
 PACKAGE = str(Path(__file__).resolve().parent.parent)
@@ -83,6 +84,8 @@ class Ends:
         if session.rehearsing or session.rank is None:
             # A spare that fails alone is replaced; the training goes on without it.
             session.leave("the rehearsal failed", status=EXIT_REHEARSAL)
+        if session.groups.failed:
+            session.leave(f"a collective failed ({session.groups.failed})", status=EXIT_UNWOUND)
         if session.groups.poisoned:
             session.leave("user code outside a step choked on a poisoned step", status=EXIT_UNWOUND)
         hardware = blame.is_hardware(error)

@@ -7,6 +7,7 @@ happen in here.
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -124,8 +125,12 @@ class Gate:
         """
         if self.passed:
             return  # a container and its parts, or a later optimizer of the same block
-        if not self._session.rehearsing:
-            self._pass(self._session.closed_gates if closed_gates is None else closed_gates)
+        session = self._session
+        if not session.rehearsing:
+            began_ns, generation = time.monotonic_ns(), session.generation_number
+            self._pass(session.closed_gates if closed_gates is None else closed_gates)
+            if session.generation_number == generation:  # else it was a recovery
+                session.page.count_gate(time.monotonic_ns() - began_ns)
         self.passed = True
 
     def _pass(self, closed_gates: int) -> None:
@@ -166,6 +171,8 @@ class Gate:
             inner.allreduce([self._value], self._options).wait()
         except RuntimeError as error:
             groups.poison(f"gate: {str(error).splitlines()[0][:200]}")
+            if groups.observing and not groups.poisoned:
+                raise  # recovery is for protected jobs
             return None
         return None if groups.poisoned else int(self._value[0])
 

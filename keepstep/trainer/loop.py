@@ -59,10 +59,12 @@ class Loop:
         cursor: Cursor | None,
         until: int | None,
         become_rank: Callable[[Cursor | None], None],
+        take_over: Callable[[], None],
     ) -> None:
         self.session = session
         self.reports = reports
-        self.recorder = Recorder(session.page, session.protected, session.link.welcome.record_bytes)
+        limit = session.link.welcome.record_bytes
+        self.recorder = Recorder(session.page, session.protected, limit, session.checks)
         self.recorder.on_record = session.keeper.send
         self.exchange = StateExchange(session)
         self.recovery = Recovery(session, lambda action: self.exchange.receive(action, self))
@@ -72,6 +74,8 @@ class Loop:
         self._cursor = cursor
         self._until = until
         self._become_rank = become_rank
+        self._take_over = take_over
+        self._took_over = False
         self._served: list[Served] = []  # since the last commit
         self._replay: deque[Served] = deque()
         self._start_cursor: dict[str, Any] | None = None
@@ -101,6 +105,9 @@ class Loop:
         while True:
             session.page.enter(Phase.BETWEEN)
             self._turn()
+            if self._took_over:  # it is the rank now, state and all, and has not served a step yet
+                self._took_over = False
+                self._take_over()
             if session.closed_gates:  # this worker took over a rank that had finished
                 session.final_step = session.steps_done
                 self.proof.at_end(session.final_step)
@@ -269,6 +276,7 @@ class Loop:
         session.page.enter(Phase.BLOCK_END)
         session.faults.at("block_end")
         session.tell(BlockEnded())
+        session.groups.failed = ""
         session.page.step = session.machine.step_count
         self._batches += len(self._served)
         self._served.clear()
@@ -276,6 +284,8 @@ class Loop:
         self._micro = 0
         now_s = time.monotonic()
         session.faults.note_step_time(now_s - self._committed_s if self._committed_s else 0.01)
+        if self._committed_s:
+            session.page.count_step(int((now_s - self._committed_s) * 1e9))
         self._committed_s = now_s
         if session.resumption_due and not session.must_turn:
             session.resumption_due = False
@@ -312,6 +322,7 @@ class Loop:
             self._cursor.restart()
         self.reports.drop()
         self._become_rank(self._cursor)
+        self._took_over = True
         return None
 
     # ---- the end --------------------------------------------------------------------------------

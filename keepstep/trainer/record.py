@@ -17,12 +17,15 @@ import torch
 from keepstep.errors import UsageError, WireError
 from keepstep.trainer import rng, values
 from keepstep.trainer.adapters.protected import Protected
+from keepstep.trainer.checks import Checks
 from keepstep.wire.page import Page
 
 # A record's payload: this head, the rest (packed values), then for each generator its name, its length
 # and its state. The generators' bytes stand raw: they are most of a record, and two are written a step.
 _HEAD = struct.Struct("<4sII")  # magic, length of the rest, number of generators
 _PART = struct.Struct("<8sI")
+# A record above the limit is refused while the script is new; later it costs protection, not the training.
+REFUSED_STEPS = 3
 _MAGIC = b"KSR2"
 
 Pieces = tuple[bytes, dict[str, bytes]]  # the rest, and the generators' states
@@ -69,8 +72,9 @@ def parted(payload: bytes) -> dict[str, Any]:
 class Recorder:
     """Takes, keeps and restores the records of this rank."""
 
-    def __init__(self, page: Page, protected: Protected, record_bytes: int) -> None:
+    def __init__(self, page: Page, protected: Protected, record_bytes: int, checks: Checks) -> None:
         self._page = page
+        self._checks = checks
         self._protected = protected
         self._record_bytes = record_bytes
         self._recorded_buffers: list[str] = []
@@ -133,14 +137,25 @@ class Recorder:
     def _write(self, kind: str, step: int, lineage: str, pieces: Pieces) -> None:
         payload = joined(pieces)
         if len(payload) > self._record_bytes:
-            raise UsageError(
+            text = (
                 f"the record of this rank has {len(payload)} bytes, the limit is {self._record_bytes}: "
                 f"protect large state as replicated, or raise --record-limit ({self._largest()})."
             )
+            if step <= REFUSED_STEPS:
+                raise UsageError(text)
+            self._checks.failed("record", text, step)
+            return
         if self.on_record is not None:
             self.on_record(kind, step, lineage, payload)
-        self._page.write_record(kind, step, lineage, payload)
+        try:
+            self._page.write_record(kind, step, lineage, payload)
+        except OSError as error:  # no memory is left for it: training goes on, this rank unprotected
+            self._checks.failed("record", f"its record of step {step} cannot be kept: {error}", step)
+            return
+        self._page.count_record(len(payload))
         self._written, self._written_key = pieces, (step, lineage)
+        if self._checks.failing:
+            self._checks.held("record")
 
     def _largest(self) -> str:
         buffers = self._protected.buffers()

@@ -34,6 +34,7 @@ from keepstep.core.worker_events import (
 )
 from keepstep.trainer.adapters.protected import Protected
 from keepstep.trainer.adapters.shard import shard_identity
+from keepstep.trainer.checks import Checks
 from keepstep.trainer.elastic import Groups, Place
 from keepstep.trainer.faults import Faults
 from keepstep.trainer.gloo import GlooFabric
@@ -107,6 +108,8 @@ class Session:
         self.groups.on_stranded = self.strand
         self.groups.page = self.page
         self.groups.ring = _make_ring(identity)
+        self.groups.observing = self.link.welcome.mode == "observe"
+        self.checks = Checks(identity.worker, self.link.send, self.say)
         self.faults = Faults.from_environment(self)
         self.resumption_due = False
         self.final_step = 0
@@ -182,15 +185,7 @@ class Session:
             case CutGroups():
                 self.cut(f"generation {self._newest_number()} was announced")
             case Complain(generation=generation, reason=reason):
-                self.link.send(
-                    Complained(
-                        worker=self.worker,
-                        generation=generation,
-                        reason=reason,
-                        step=self.machine.step_count,
-                        published=self.page.published,
-                    )
-                )
+                self._complain(generation, reason)
             case Publish(step=step):
                 self.page.published = step
             case Leave(reason=reason):
@@ -206,8 +201,22 @@ class Session:
             case _:
                 self.todo.append(action)
 
+    def _complain(self, generation: int, reason: str) -> None:
+        self.link.send(
+            Complained(
+                worker=self.worker,
+                generation=generation,
+                reason=reason,
+                step=self.machine.step_count,
+                published=self.page.published,
+            )
+        )
+
     def _on_collective_failure(self, reason: str) -> None:
-        self.tell(CollectiveFailed(reason=reason))
+        if self.groups.observing:
+            self._complain(self.generation_number, reason)  # and no wait for a generation that will not come
+        else:
+            self.tell(CollectiveFailed(reason=reason))
 
     def _newest_number(self) -> int:
         newest = self.machine.next_generation or self.machine.generation
@@ -325,7 +334,9 @@ class Session:
             os._exit(status)
 
     def strand(self) -> None:
-        """A failure in setup: every rank starts again, so wait to be ended."""
+        """A failure in setup: every rank starts again, so wait to be ended. Observing: an error like any other."""
+        if self.groups.observing:
+            raise ConnectionError(f"a peer failed during setup: {self.groups.failed}")
         self.page.enter(Phase.WAITING)
         self.say("a peer failed during setup: every rank starts again")
         threading.Event().wait(STRANDED_TIMEOUT_S)

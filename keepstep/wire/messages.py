@@ -30,6 +30,7 @@ class Welcome:
     """The agent's answer to a control Hello. `advertise`: the address that this node's groups bind to.
 
     `record_ack_s`: how long a gate waits for another node to say that it keeps the record.
+    `mode` "observe": a failure of a collective is the script's to see, as without Keepstep.
     """
 
     job: str
@@ -38,6 +39,7 @@ class Welcome:
     orphan_timeout_s: float
     advertise: str
     record_ack_s: float = 0.2
+    mode: Literal["run", "observe"] = "run"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,6 +34,8 @@ _WORD_MAGIC, _WORD_WORKER, _WORD_RECORD_BYTES = 0, 1, 2
 _WORD_STEP, _WORD_PUBLISHED, _WORD_GENERATION, _WORD_COLLECTIVES, _WORD_PHASE, _WORD_SINCE = range(8, 14)
 # Two words that the ranks of one node pass their gate with (keepstep.trainer.node_gate).
 GATE_WORDS = (16, 17)
+# Sums for people to look at: steps and their ns, gates and their ns, bytes of the last record.
+_WORD_STEPS_TIMED, _WORD_STEPS_NS, _WORD_GATES, _WORD_GATES_NS, _WORD_RECORD_SIZE = range(24, 29)
 
 # A slot: one word (the sequence number, 0 while invalid), this head, the CRC over all of it, the payload.
 _SLOT_HEAD = struct.Struct("<QQBB16sI")  # sequence again, step, kind, has a lineage, lineage, payload length
@@ -70,6 +72,17 @@ class Record:
     lineage: str
     payload: bytes
     sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """What a worker has spent so far, for people to look at."""
+
+    steps: int
+    steps_s: float
+    gates: int
+    gates_s: float
+    record_bytes: int
 
 
 class Page:
@@ -210,6 +223,33 @@ class Page:
             time.monotonic_ns()
         )  # first: a reader then never sees a new phase with an old time
         words[_WORD_PHASE] = phase
+
+    def count_step(self, spent_ns: int) -> None:
+        """One more step ended, `spent_ns` after the one before."""
+        words = self._words
+        words[_WORD_STEPS_NS] += spent_ns
+        words[_WORD_STEPS_TIMED] += 1
+
+    def count_gate(self, spent_ns: int) -> None:
+        """One more gate was passed without a failure; `spent_ns`: its record and its waiting."""
+        words = self._words
+        words[_WORD_GATES_NS] += spent_ns
+        words[_WORD_GATES] += 1
+
+    def count_record(self, size_bytes: int) -> None:
+        """So large was the newest record."""
+        self._words[_WORD_RECORD_SIZE] = size_bytes
+
+    def sums(self) -> Sums:
+        """What was counted so far."""
+        words = self._words
+        return Sums(
+            steps=words[_WORD_STEPS_TIMED],
+            steps_s=words[_WORD_STEPS_NS] / 1e9,
+            gates=words[_WORD_GATES],
+            gates_s=words[_WORD_GATES_NS] / 1e9,
+            record_bytes=words[_WORD_RECORD_SIZE],
+        )
 
     # ---- records ------------------------------------------------------------------------------------
 

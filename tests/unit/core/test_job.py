@@ -488,18 +488,6 @@ def test_a_full_disk_is_said_once_and_training_goes_on() -> None:
 # ---- watching, coming back ----------------------------------------------------------------------
 
 
-def test_observing_says_what_it_would_do_and_touches_nothing() -> None:
-    job = training(observe=True)
-    assert of(KillWorker, job.tell(WorkerSuspected(worker=2, reason="stopped"))) == []
-    complain(job, 0)
-    job.let_time_pass(1)
-    job.die(1)
-    assert job.generation.number == 0
-    texts = [note["text"] for note in job.persisted("note") if note["about"] == "would"]
-    assert any("give rank 1 to worker 3" in text for text in texts)
-    assert of(EndJob, job.past)[0].exit_code == 137
-
-
 def test_a_controller_that_comes_back_tells_the_newest_generation_again() -> None:
     job = training()
     job.die(1)

@@ -1,0 +1,76 @@
+"""Mode observe with a real death, and protection that ends because shared memory is really full."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration.jobs import Job, assert_identical, command, environment, reference, run_job
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+
+PLAIN = ("--epochs", "1", "--samples", "96", "--symmetric")
+
+
+def test_observing_changes_no_step(tmp_path: Path, references: Path) -> None:
+    job = run_job(tmp_path / "run", PLAIN, ranks=2, spares=1, options=["--mode", "observe"])
+    assert_identical(reference(references, PLAIN, 2), job)
+
+
+def test_the_first_death_ends_an_observed_job_and_the_incident_says_what_was_not_done(tmp_path: Path) -> None:
+    job = run_job(
+        tmp_path / "run",
+        PLAIN,
+        ranks=2,
+        spares=1,
+        faults=["rank=1,step=5,at=backward"],
+        options=["--mode", "observe"],
+    )
+    assert job.status == 137, job.output + job.worker_log()
+    assert len(job.ledger("generation")) == 1, "no rank was given away"
+    told = subprocess.run(
+        [sys.executable, "-m", "keepstep", "incidents", "--json", "--run", str(job.run_dir)],
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    [incident] = json.loads(told.stdout)
+    assert incident["state"] == "observed" and incident["victims"][0]["rank"] == 1
+    assert incident["would"]["replacements"] == {"1": 2} and incident["would"]["generation"] == 1
+    shown = subprocess.run(
+        [sys.executable, "-m", "keepstep", "incidents", "show", "1", "--run", str(job.run_dir)],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    ).stdout
+    assert "would append generation 1 and promote worker 2 to rank 1" in shown and "observed only" in shown
+
+
+@pytest.mark.skipif(os.getuid() != 0 or shutil.which("unshare") is None, reason="needs root and unshare")
+def test_a_rank_whose_record_finds_no_memory_goes_on_unprotected_until_there_is_some(tmp_path: Path) -> None:
+    script = str(Path(__file__).parent / "scripts" / "full_memory.py")
+    run_dir = tmp_path / "run"
+    line = command(run_dir, [script], ranks=2, spares=1)
+    inside = 'mount -t tmpfs -o size=8m tmpfs /dev/shm && exec "$@"'
+    ended = subprocess.run(
+        ["unshare", "-m", "sh", "-c", inside, "sh", *line],
+        env=environment(KEEPSTEP_FAULTS=json.dumps(["rank=1,step=25,at=forward"])),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    job = Job(ended.returncode, ended.stdout, run_dir)
+    checks = [note for note in job.ledger("note") if note["about"] == "self_check"]
+    assert [bool(note["reason"]) for note in checks] == [True, False, True], job.output + job.worker_log()
+    assert "No space left on device" in checks[0]["reason"]
+    assert "protection off: rank 1" in job.output and "protection is on again" in job.output
+    assert job.status == 137, "the death of a rank that is not protected ends the job, as without Keepstep"
+    [incident] = job.ledger("incident_closed")
+    assert incident["resolution"] == "unprotected" and incident["victims"][0]["step"] == 25
