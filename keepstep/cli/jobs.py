@@ -52,9 +52,10 @@ class LaunchedJob:
 
     def __init__(
         self,
-        script: Path,
+        script: Path | str,
         arguments: Sequence[str],
         *,
+        module: bool = False,
         ranks: int,
         spares: int,
         run_dir: Path,
@@ -71,7 +72,7 @@ class LaunchedJob:
         command = [
             sys.executable, "-m", "keepstep", "run",
             "--nproc-per-node", str(ranks), "--spares", str(spares), "--log-dir", str(run_dir),
-            str(script), *arguments,
+            *(["--module"] if module else []), str(script), *arguments,
         ]
         # fmt: on
         self._process = subprocess.Popen(

@@ -8,8 +8,9 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, replace
+from importlib.machinery import PathFinder, all_suffixes
 from pathlib import Path
 from typing import Any, Literal
 
@@ -266,13 +267,7 @@ def _stays_here(bind: Endpoint) -> bool:
 def check_script(script: str, launch: Launch) -> None:
     """Raises UsageError when there is nothing there that could be started."""
     if launch == "module":
-        try:
-            found = importlib.util.find_spec(script.partition(".")[0])
-        except (ImportError, ValueError):
-            found = None
-        # The worker's directory is on its path, the launcher's need not be.
-        if found is None and not any(Path(script.partition(".")[0] + end).exists() for end in ("", ".py")):
-            raise UsageError(f"there is no module {script}")
+        _check_module(script)
         return
     if launch == "program":
         if shutil.which(script) is None:
@@ -285,6 +280,34 @@ def check_script(script: str, launch: Launch) -> None:
         raise UsageError(f"{script} is not a file: name the training script")
     if not os.access(path, os.R_OK):
         raise UsageError(f"cannot read {script}: permission denied")
+
+
+def _check_module(name: str) -> None:
+    """Finds it as `python -m` does, but imports nothing: a package's own code may be long or loud."""
+    top, *parts = name.split(".")
+    try:
+        # The worker's directory is on its path, the launcher's need not be.
+        spec = PathFinder.find_spec(top, [str(Path.cwd())]) or importlib.util.find_spec(top)
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None:
+        raise UsageError(f"there is no module {name}")
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    for depth, part in enumerate(parts, 1):
+        is_file = _has_module(folders, part)
+        folders = [folder / part for folder in folders if (folder / part).is_dir()]
+        if not folders and not (is_file and depth == len(parts)):
+            raise UsageError(
+                f"there is no module {name}: {'.'.join([top, *parts[: depth - 1]])} has no {part}"
+            )
+        if is_file and not _has_module(folders, "__init__"):
+            folders = []  # a file beats a folder that is no regular package
+    if folders and not _has_module(folders, "__main__"):
+        raise UsageError(f"{name} is a package without __main__: name the module in it that trains")
+
+
+def _has_module(folders: Iterable[Path], name: str) -> bool:
+    return any((folder / f"{name}{suffix}").is_file() for folder in folders for suffix in all_suffixes())
 
 
 def make_job_name(script: str) -> str:

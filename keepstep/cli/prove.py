@@ -26,11 +26,20 @@ COMMAND: dict[str, Any] = {
     "options_metavar": "[OPTIONS]",
 }
 
+# Flags of `keepstep run` that a proof cannot have, and what to do instead.
+REFUSED = {
+    "no_python": "--no-python: a program's values and tensors cannot be compared: name the Python script, or -m MODULE",
+    "log_dir": "--log-dir: a proof has three run directories: keep them with --keep DIR",
+    "nnodes": "--nnodes: a proof runs on this machine alone: --ranks N says how many ranks it has",
+    "max_restarts": "--max-restarts: a proof has the faults that it was ordered: --spares N says who takes over",
+}
+
 
 def prove(
+    ctx: typer.Context,
     script: Annotated[str | None, typer.Argument(metavar="SCRIPT", help="The training script.")] = None,
     args: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Its arguments.")] = None,
-    ranks: Annotated[int, typer.Option(min=1, max=4096, metavar="N", help="Ranks of each run.")] = 2,
+    ranks: Annotated[int, typer.Option("--ranks", "--nproc-per-node", "--nproc_per_node", min=1, max=4096, metavar="N", help="Ranks of each run.")] = 2,
     kill: Annotated[list[str] | None, typer.Option(metavar="rank=R,step=S[,at=PLACE]", help="SIGKILL the worker of rank R in step S (the first is 0). Can be repeated.")] = None,
     stop: Annotated[list[str] | None, typer.Option(metavar="rank=R,step=S[,at=PLACE]", help="SIGSTOP it instead. Can be repeated.")] = None,
     spares: Annotated[int, typer.Option(min=0, max=4096, metavar="N", help="Spares of the run with faults.")] = 1,
@@ -38,6 +47,11 @@ def prove(
     limit: Annotated[float | None, typer.Option(min=1.0, metavar="SECONDS", help="The longest that one run may take [without faults: none; with: 10 times the undisturbed, and 300].", show_default=False)] = None,
     keep: Annotated[Path | None, typer.Option(metavar="DIR", help="Keep the three run directories here.", show_default=False)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in python -m.", show_default=False)] = False,
+    no_python: Annotated[bool, typer.Option("--no-python", "--no_python", hidden=True)] = False,
+    log_dir: Annotated[str | None, typer.Option("--log-dir", "--log_dir", hidden=True)] = None,
+    nnodes: Annotated[str | None, typer.Option(hidden=True)] = None,
+    max_restarts: Annotated[str | None, typer.Option("--max-restarts", "--max_restarts", hidden=True)] = None,
 ) -> None:  # fmt: skip
     """Run a script twice undisturbed and once with faults, and compare every value and tensor bit for bit."""
     from rich.console import Console
@@ -55,11 +69,15 @@ def prove(
     )
     from keepstep.cli.prove_view import ProveView
 
+    for name, instead in REFUSED.items():
+        if ctx.params.get(name):
+            raise UsageError(instead)
     if not script:
         raise UsageError("no script given: keepstep prove [OPTIONS] SCRIPT [ARGS]...")
-    check_script(script, "script")
+    check_script(script, "module" if module else "script")
     request = Request(
-        script=Path(script),
+        script=script,
+        module=module,
         args=tuple(args or ()),
         ranks=ranks,
         spares=spares,

@@ -43,7 +43,8 @@ class NoProof(KeepstepError):  # noqa: N818 - an outcome, not a fault of this co
 class Request:
     """What is to be proven."""
 
-    script: Path
+    script: str
+    module: bool = False
     args: tuple[str, ...]
     ranks: int
     spares: int
@@ -171,6 +172,7 @@ def _run(
     with LaunchedJob(
         request.script,
         request.args,
+        module=request.module,
         ranks=request.ranks,
         spares=request.spares if faults else 0,
         run_dir=run_dir,

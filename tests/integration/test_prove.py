@@ -46,11 +46,12 @@ for step in run.steps(until=8):
 """
 
 
-def prove(*arguments: str) -> tuple[int, dict[str, Any], str]:
+def prove(*arguments: str, cwd: Path | None = None) -> tuple[int, dict[str, Any], str]:
     """Exit code, the JSON, and what was said meanwhile."""
     ended = subprocess.run(
         [sys.executable, "-m", "keepstep", "prove", "--json", *arguments],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=cwd,
         capture_output=True,
         timeout=PROOF_TIMEOUT_S,
         text=True,
@@ -72,7 +73,8 @@ def small(tmp_path: Path) -> str:
 def test_a_script_that_repeats_itself_is_proven_identical(tmp_path: Path) -> None:
     code, told, said = prove(
         *("--ranks", "2", "--kill", "rank=1,step=4,at=after_gate", "--stop", "rank=0,step=9,at=backward"),
-        *("--keep", str(tmp_path / "kept"), str(SCRIPT), "--until", "12", "--symmetric"),
+        *("--keep", str(tmp_path / "kept"), "-m", f"scripts.{SCRIPT.stem}", "--until", "12", "--symmetric"),
+        cwd=SCRIPT.parents[1],
     )
     assert (code, told["deterministic"], told["identical"]) == (0, True, True), said
     assert told["first_difference"] is None and told["steps"] == 12

@@ -270,7 +270,7 @@ def prove_with(
 
 def request_for(*faults: str) -> Request:
     return Request(
-        script=Path("train.py"),
+        script="train.py",
         args=(),
         ranks=2,
         spares=1,
