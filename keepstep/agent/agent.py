@@ -328,12 +328,7 @@ class Agent:
         # this loop.
         failed = event.status != 0 and not self._stopping
         self._shown.ended(worker.number, failed=failed)
-        known = self._announcements
-        expected = (
-            worker.killed_on_purpose
-            or known.released(worker.number)
-            or known.fenced(worker.number) is not None
-        )
+        expected = worker.killed_on_purpose or self._announcements.may_end(worker.number)
         if failed and not expected:
             self._notes.add(self._spawn(self._witness.note_death(worker, event)))
 
@@ -347,13 +342,12 @@ class Agent:
 
     def _stop(self, hard: bool) -> None:
         if hard:
-            for worker in self._workers.living():
-                worker.process.kill()
+            self._workers.kill_all()
         if self._stopping is None:
             self._stopping = self._spawn(self._end_all(0.0 if hard else self._config.stop_grace_s))
 
     async def _end_all(self, grace_s: float) -> None:
-        await asyncio.gather(*(worker.process.end(grace_s) for worker in self._workers.living()))
+        await self._workers.end_all(grace_s)
         await self._controller.flush(FLUSH_TIMEOUT_S)
         self._over.set()
 
@@ -363,7 +357,10 @@ class Agent:
 
     async def _leave(self) -> None:
         if not self._detached:
-            await self._end_workers()
+            self._workers.kill_all()
+            await self._workers.end_all()
+            if self._notes:
+                await asyncio.wait(self._notes, timeout=NOTES_TIMEOUT_S)
         self._suspects.close()
         tasks = list(self._tasks)
         for task in tasks:
@@ -377,13 +374,6 @@ class Agent:
         else:
             await asyncio.to_thread(self._tidy)
         self._succession.close()
-
-    async def _end_workers(self) -> None:
-        for worker in self._workers.living():
-            worker.process.kill()
-        await asyncio.gather(*(worker.process.end() for worker in self._workers.living()))
-        if self._notes:
-            await asyncio.wait(self._notes, timeout=NOTES_TIMEOUT_S)
 
     def _tidy(self) -> None:
         if self._page_dir is not None:

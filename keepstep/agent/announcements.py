@@ -53,6 +53,10 @@ class Announcements:
     def released(self, worker: int) -> bool:
         return worker in self._released
 
+    def may_end(self, worker: int) -> bool:
+        """Whether its end is nothing to wonder about: released, or fenced."""
+        return worker in self._released or self.fenced(worker) is not None
+
     def standing_by(self, worker: int) -> bool:
         """Whether it is a spare: told so, and not promoted since."""
         return worker in self._standing_by and worker not in self._member_since

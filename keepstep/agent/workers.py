@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -208,6 +209,15 @@ class Workers:
                 for path in (Path(worker.page.path), worker.stacks, Path(ring_path(worker.page.path))):
                     with contextlib.suppress(FileNotFoundError):
                         path.unlink()
+
+    def kill_all(self) -> None:
+        """SIGKILL to all at once."""
+        for worker in self.living():
+            worker.process.kill()
+
+    async def end_all(self, grace_s: float = 0.0) -> None:
+        """End all and wait for it, with `grace_s` seconds after SIGTERM."""
+        await asyncio.gather(*(worker.process.end(grace_s) for worker in self.living()))
 
     def release(self) -> None:
         """Watch nobody any longer; the living go on."""
