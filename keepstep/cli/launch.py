@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import os
 import signal
@@ -216,13 +215,6 @@ class _Job:
 
 def _machine_config(options: RunOptions) -> JobConfig:
     optional: dict[str, Any] = {} if options.max_restarts is None else {"max_restarts": options.max_restarts}
-    known = {field.name for field in dataclasses.fields(JobConfig)}
-    several = {
-        "nodes": options.nnodes,
-        "ranks_per_node": options.ranks_per_node,
-        "replace_unit": options.replace_unit,
-    }
-    optional.update((name, value) for name, value in several.items() if name in known)
     return JobConfig(
         world_size=options.world_size,
         spares=options.spares,
@@ -230,6 +222,9 @@ def _machine_config(options: RunOptions) -> JobConfig:
         spare_timeout_s=options.spare_timeout_s,
         stop_grace_s=options.stop_grace_s,
         observe=options.mode == "observe",
+        nodes=options.nnodes,
+        ranks_per_node=options.ranks_per_node,
+        replace_unit=options.replace_unit,
         **optional,
     )
 

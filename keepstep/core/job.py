@@ -80,6 +80,7 @@ class JobMachine:
 
     def __init__(self, config: JobConfig) -> None:
         self.state = JobState(config=config)
+        self.state.members.ranks_per_node = config.ranks_per_node
 
     @classmethod
     def resume(cls, config: JobConfig, entries: Iterable[Persist]) -> JobMachine:

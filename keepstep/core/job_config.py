@@ -16,8 +16,9 @@ class JobConfig:
     are started. `setup_steps`: published steps from which on a rank is replaced and not the world.
     `agent_wait_s`: how long an agent may take to come back after a controller's restart.
     `finish_grace_s`: after the first rank has finished, until the others are released.
-    `observe`: decide and say, but touch nothing. `nodes`: how many must have joined before the world
-    starts. `domains`: labels that name failure domains, outermost first. `replace_unit`: "rank", or "node"
+    `observe`: decide and say, but touch nothing. `nodes`: how many (those for spares not
+    counted) must have joined before the world starts; `ranks_per_node`: how many ranks one of them plays at
+    first, its further slots being for spares (0: as many as it has slots). `domains`: labels that name failure domains, outermost first. `replace_unit`: "rank", or "node"
     when all ranks of a node move together.
 
     Node loss: `node_grace_s` between an unexplained complaint and giving up a node whose agent's
@@ -46,6 +47,7 @@ class JobConfig:
     same_map_limit: int = 10
     observe: bool = False
     nodes: int = 1
+    ranks_per_node: int = 0
     domains: tuple[str, ...] = ("zone", "rack")
     replace_unit: str = "rank"
     node_grace_s: float = 0.3
@@ -58,6 +60,7 @@ class JobConfig:
         at_least = {
             "world_size": 1,
             "nodes": 1,
+            "ranks_per_node": 0,
             "spares": 0,
             "max_restarts": 0,
             "setup_steps": 0,

@@ -98,6 +98,8 @@ class Membership:
     version: int = 0
     living_version: int = 0
     late: set[str] = field(default_factory=set)  # nodes whose slots come last: they are for spares
+    ordinals: dict[str, int] = field(default_factory=dict)  # where the user gave a node its place
+    ranks_per_node: int = 0  # slots from here on come last as well; 0: no bound
     _by_standing: dict[Standing, dict[int, Worker]] = field(
         default_factory=lambda: {standing: {} for standing in Standing}
     )
@@ -126,7 +128,7 @@ class Membership:
             self.living_version += 1
 
     def free_slots(self) -> list[tuple[str, int]]:
-        """Slots without a living process, in the order of their nodes' names, those for spares last."""
+        """Slots without a living process, in the order of their nodes, those for spares last."""
         key = (self.living_version, tuple(self.slots.items()), len(self.late))
         if self._free[0] != key:
             taken = {(worker.node, worker.slot) for worker in self.alive()}
@@ -136,12 +138,22 @@ class Membership:
                 for slot in range(self.slots[node])
                 if (node, slot) not in taken
             ]
-            self._free = (key, free)
+            self._free = (key, sorted(free, key=lambda place: self._for_spares(*place)))
         return self._free[1]
 
     def node_order(self) -> list[str]:
-        """Nodes as ranks are given out: by name (node2 before node10), those for spares last."""
-        return sorted(self.slots, key=lambda node: (node in self.late, natural(node)))
+        """Nodes as ranks are given out: by their places, then names (node2 before node10), those for spares last."""
+        places = self.ordinals
+        return sorted(
+            self.slots, key=lambda node: (node in self.late, places.get(node, len(self.slots)), natural(node))
+        )
+
+    def _for_spares(self, node: str, slot: int) -> bool:
+        return node in self.late or 0 < self.ranks_per_node <= slot
+
+    def rank_nodes(self) -> int:
+        """How many nodes are there that may play ranks."""
+        return len(self.slots.keys() - self.late)
 
     def of_node(self, node: str) -> list[Worker]:
         """The living workers of a node."""
@@ -176,7 +188,14 @@ class Membership:
 
     def in_slot_order(self, workers: Iterable[Worker]) -> list[Worker]:
         nodes = {node: index for index, node in enumerate(self.node_order())}
-        return sorted(workers, key=lambda worker: (nodes.get(worker.node, len(nodes)), worker.slot))
+        return sorted(
+            workers,
+            key=lambda worker: (
+                self._for_spares(worker.node, worker.slot),
+                nodes.get(worker.node, len(nodes)),
+                worker.slot,
+            ),
+        )
 
     def _standing_in(self, standings: Collection[Standing]) -> list[Worker]:
         found = [worker for standing in standings for worker in self._by_standing[standing].values()]

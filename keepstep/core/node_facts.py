@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+PLACE_LABEL = "node_rank"
 SPARE_LABEL = ("keepstep", "spare")  # a node that offers its slots for spares only
 
 
@@ -57,6 +58,12 @@ class NodeFacts:
     def for_spares(self) -> bool:
         key, value = SPARE_LABEL
         return self.labels.get(key) == value
+
+    @property
+    def place(self) -> int | None:
+        """Where among the nodes the user put this one (torchrun's node rank); None: its name counts."""
+        text = self.labels.get(PLACE_LABEL, "")
+        return int(text) if text.isascii() and text.isdecimal() else None
 
 
 def domain_of(node: NodeFacts | None, levels: Sequence[str]) -> tuple[str, ...]:

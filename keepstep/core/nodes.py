@@ -60,6 +60,8 @@ def _know(state: JobState, event: AgentJoined) -> None:
         state.say(f"the agent of {event.node} is connected again")
     state.nodes[event.node] = facts = NodeFacts(name=event.node, labels=event.labels, peer=event.peer)
     state.link(facts, Link.CONNECTED)
+    if (place := facts.place) is not None:
+        state.members.ordinals[event.node] = place
     if facts.for_spares:
         state.members.late.add(event.node)
     else:

@@ -78,6 +78,8 @@ def _note(state: JobState, body: Mapping[str, Any]) -> None:
             labels = {str(key): str(value) for key, value in body["labels"].items()}
             state.nodes[name] = node = NodeFacts(name=name, labels=labels, peer=str(body["peer"]))
             node.link = Link.LOST  # until it joins again
+            if (place := node.place) is not None:
+                state.members.ordinals[name] = place
             if node.for_spares:
                 state.members.late.add(name)
         case "restart":
