@@ -20,6 +20,7 @@ from keepstep.core.events import (
     ScriptFailed,
     SelfCheckFailed,
     SelfCheckPassed,
+    SpareChecked,
     StateDescribed,
     StateReceived,
     UsageRefused,
@@ -42,6 +43,7 @@ _FORWARDED = (
     SelfCheckFailed,
     SelfCheckPassed,
     ScriptFailed,
+    SpareChecked,
     UsageRefused,
     WorkerFinished,
 )
@@ -77,7 +79,7 @@ class Desk:
             return f"process {pid} does not belong to worker {hello.worker}"
         if hello.role == "store":
             return self._announcements.fenced(hello.worker)
-        if worker.link is not None and worker.link.pid != pid:
+        if worker.link is not None:
             return f"worker {hello.worker} is connected already"
         return None
 
@@ -85,8 +87,6 @@ class Desk:
         """Welcome it, and tell it what it missed."""
         worker, spec = self._workers.get(link.worker), self.spec
         assert worker is not None and spec is not None
-        if worker.link is not None:
-            worker.link.close()  # the same process says Hello again: its older connection is dead
         worker.link, worker.python_pid = link, link.pid
         self._greeted(link.worker)
         link.send(

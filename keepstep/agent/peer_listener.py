@@ -7,13 +7,12 @@ What an authenticated peer may do is decided elsewhere (`Service`). TLS, where w
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import socket
 import ssl
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 from keepstep.errors import UsageError, WireError
 from keepstep.wire import handshake
@@ -73,7 +72,6 @@ class PeerListener:
         self.service = service
         self.connections: set[PeerConnection] = set()
         self.strangers = 0
-        self.preferred_port = 0  # when any port would do
         self._host = host
         self._port = port
         self._tls = tls
@@ -89,7 +87,7 @@ class PeerListener:
             sock = socket.socket(family, kind, protocol)
             try:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                self._bind(sock, local)
+                sock.bind(local)
                 sock.setblocking(False)
                 host, port = sock.getsockname()[:2]
                 self.address = format_address(host, port)
@@ -105,13 +103,6 @@ class PeerListener:
                 f"this agent cannot listen on {where} for other nodes ({error.strerror or error}): "
                 "advertise an address of this machine that they reach"
             ) from None
-
-    def _bind(self, sock: socket.socket, local: tuple[Any, ...]) -> None:
-        if self._port == 0 and self.preferred_port:
-            with contextlib.suppress(OSError):  # somebody else has it by now
-                sock.bind((local[0], self.preferred_port, *local[2:]))
-                return
-        sock.bind(local)
 
     def close(self) -> None:
         """Cut every connection; the port is free afterwards."""

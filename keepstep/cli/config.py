@@ -233,6 +233,7 @@ SETTINGS = (
     Setting("slots", whole(1, 2 * MAX_RANKS), None),
     Setting("mode", one_of("run", "observe"), "run"),
     Setting("spare-timeout", seconds, 600.0),
+    Setting("spare-check", seconds, 3600.0),
     Setting("max-restarts", whole(0), None),
     Setting("log-dir", folder, None),
     Setting("record-limit", record_size, 4 << 20),

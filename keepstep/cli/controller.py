@@ -36,6 +36,7 @@ def controller(
     tls_key: Annotated[_Text, _option("--tls-key", help="Its key.", metavar="FILE")] = None,
     tls_ca: Annotated[_Text, _option("--tls-ca", help="The authority that signed every node's certificate.", metavar="FILE")] = None,
     spare_timeout: Annotated[_Text, _option("--spare-timeout", help="How long a rank may wait for a worker [600].", metavar="SECONDS")] = None,
+    spare_check: Annotated[_Text, _option("--spare-check", help="How often a parked spare proves itself, 0: only at its start [3600].", metavar="SECONDS")] = None,
     max_restarts: Annotated[_Text, _option("--max-restarts", help="Workers started for want of a spare, at most [3].", metavar="N")] = None,
     record_limit: Annotated[_Text, _option("--record-limit", help="Largest per-step record of a rank [4MiB].", metavar="SIZE")] = None,
     shutdown_timeout: Annotated[_Text, _option("--shutdown-timeout", help="Between SIGTERM and SIGKILL when the job is stopped [5].", metavar="SECONDS")] = None,

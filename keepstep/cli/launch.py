@@ -220,6 +220,7 @@ def _machine_config(options: RunOptions) -> JobConfig:
         spares=options.spares,
         job=options.job,
         spare_timeout_s=options.spare_timeout_s,
+        spare_check_s=options.spare_check_s,
         stop_grace_s=options.stop_grace_s,
         observe=options.mode == "observe",
         nodes=options.nnodes,

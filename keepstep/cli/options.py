@@ -68,6 +68,7 @@ class RunOptions:
     endpoint: Endpoint | None
     bind: Endpoint
     spare_timeout_s: float
+    spare_check_s: float
     stop_grace_s: float
     max_restarts: int | None
     record_limit_bytes: int
@@ -143,6 +144,7 @@ def choose(
         endpoint=endpoint,
         bind=bind,
         spare_timeout_s=settings["spare_timeout"],
+        spare_check_s=settings["spare_check"],
         stop_grace_s=settings["shutdown_timeout"],
         max_restarts=settings["max_restarts"],
         record_limit_bytes=settings["record_limit"],

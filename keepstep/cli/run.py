@@ -37,6 +37,7 @@ def run(
     slots: Annotated[_Text, _option("--slots", help="Places for workers on this machine [ranks + spares].", metavar="N")] = None,
     mode: Annotated[_Text, _option("--mode", help="run, or observe: only say what would be done [run].", metavar="MODE")] = None,
     spare_timeout: Annotated[_Text, _option("--spare-timeout", help="How long a rank may wait for a worker [600].", metavar="SECONDS")] = None,
+    spare_check: Annotated[_Text, _option("--spare-check", help="How often a parked spare proves itself, 0: only at its start [3600].", metavar="SECONDS")] = None,
     max_restarts: Annotated[_Text, _option("--max-restarts", help="Workers started for want of a spare, at most [3].", metavar="N")] = None,
     job: Annotated[_Text, _option("--job", help="The job's name [made from the script's and the time].", metavar="NAME")] = None,
     log_dir: Annotated[_Text, _option("--log-dir", help="The run directory [keepstep-runs/JOB].", metavar="DIR")] = None,

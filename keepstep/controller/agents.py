@@ -43,6 +43,7 @@ _CONNECTION_ENDED = (WireError, WebSocketDisconnect, RuntimeError, OSError)
 # What an agent may report. The rest of the events are the controller's own.
 AGENT_EVENTS = (
     evt.WorkerParked,
+    evt.SpareChecked,
     evt.WorkerExited,
     evt.WorkerSuspected,
     evt.Complained,

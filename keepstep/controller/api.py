@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from keepstep.controller import evidence_api
+from keepstep.controller import evidence_api, measure_api
 from keepstep.controller.agents import same_token
 from keepstep.controller.rundir import read_token
 
@@ -54,6 +54,7 @@ def build_app(controller: Controller) -> Starlette:
             Route("/api/replicas", replicas),
             Route("/api/stop", stop, methods=["POST"]),
             *evidence_api.routes(controller),
+            *measure_api.routes(controller),
             WebSocketRoute("/agent", controller.serve_agent),
         ],
         exception_handlers={HTTPException: _error},

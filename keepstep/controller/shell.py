@@ -22,6 +22,7 @@ from keepstep.controller.agents import AgentLink
 from keepstep.controller.incidents import IncidentBook
 from keepstep.controller.inquiry import Inquiries
 from keepstep.controller.ledger import Ledger, LedgerWriteFailed
+from keepstep.controller.measuring import measure_link
 from keepstep.controller.view import live_status
 from keepstep.core import actions as act
 from keepstep.core import events as evt
@@ -80,6 +81,7 @@ class Controller:
         self._returns: dict[str, asyncio.TimerHandle] = {}
         self._entries_lost = 0
         self._end: act.EndJob | None = None
+        self._measurements: set[asyncio.Task[None]] = set()
         self._hard = asyncio.Event()
         self._all_gone = asyncio.Event()
         self._disk = ThreadPoolExecutor(1, "keepstep-ledger")
@@ -180,6 +182,8 @@ class Controller:
             await self._see_agents_off()
             for timer in self._returns.values():
                 timer.cancel()
+            for task in self._measurements:
+                task.cancel()
             self._disk.shutdown(wait=True)
 
     async def _next_event(self) -> evt.Event | act.Persist:
@@ -223,7 +227,10 @@ class Controller:
                 self._send(action.node, action)
             case act.Probe():
                 self._send(action.by, action)
-            case act.StandBy() | act.KillWorker():
+            case act.MeasureLink():
+                self._measurements.add(task := asyncio.create_task(self._measure(action)))
+                task.add_done_callback(self._measurements.discard)
+            case act.StandBy() | act.KillWorker() | act.CheckSpare():
                 self._send(self._places.get(action.worker, ("", -1))[0], action)
             case act.Announce() | act.Release():
                 for node in self._links:
@@ -277,6 +284,19 @@ class Controller:
             await self._inquiries.finish(INQUIRY_TIMEOUT_S)
         left = [self._events.get_nowait() for _ in range(self._events.qsize())]
         await self._persist([entry for entry in left if isinstance(entry, act.Persist)])
+
+    async def _measure(self, action: act.MeasureLink) -> None:
+        """A spare's node towards another one; what comes of it is an event like any other."""
+        link = await measure_link(self, action.node, action.to)
+        await self._events.put(
+            evt.LinkMeasured(
+                node=action.node,
+                to=action.to,
+                bytes_per_s=int(link["bytes_per_s"] or 0),
+                latency_s=link["latency_s"] or 0.0,
+                detail=link["detail"],
+            )
+        )
 
     # ---- agents -----------------------------------------------------------------------------------
 

@@ -42,6 +42,21 @@ class StandBy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CheckSpare:
+    """Ask a parked worker to prove itself again; it answers with `SpareChecked`, unless it gets a rank."""
+
+    worker: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasureLink:
+    """Measure how fast `node` reaches `to`; nothing waits for the answer (`LinkMeasured`)."""
+
+    node: str
+    to: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Announce:
     """Tell every member of this generation (and the fenced) the new map. Each answers by voting.
 
@@ -98,4 +113,16 @@ class EndJob:
     reason: str
 
 
-Action = Persist | StartWorker | StandBy | Announce | Probe | Release | KillWorker | Say | EndJob
+Action = (
+    Persist
+    | StartWorker
+    | StandBy
+    | CheckSpare
+    | MeasureLink
+    | Announce
+    | Probe
+    | Release
+    | KillWorker
+    | Say
+    | EndJob
+)

@@ -83,8 +83,34 @@ class WorkerParked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SpareChecked:
+    """What a worker without a rank found of itself: before it parks, and when asked (`CheckSpare`).
+
+    `ok`: its device computes what is known; else `detail` says what was wrong. `free_bytes`: memory that it
+    could still take (of its device, or of the host); 0 when it does not know.
+    """
+
+    worker: int
+    ok: bool
+    detail: str = ""
+    free_bytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkMeasured:
+    """How fast `node` sent to `to` (answer to `MeasureLink`); `detail`: why it could not."""
+
+    node: str
+    to: str
+    bytes_per_s: int = 0
+    latency_s: float = 0.0
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerExited:
-    """A worker's process ended. `status` < 0 is a signal, as in subprocess; None: nobody knows (adopted).
+    """A worker's process ended. `status` < 0 is a signal, as in subprocess.
 
     `step`/`published`: read from its page after its death; `published` is the newest step that
     all ranks are known to hold, over every page of that node. `first_evidence_s`: when the first
@@ -92,7 +118,7 @@ class WorkerExited:
     """
 
     worker: int
-    status: int | None
+    status: int
     step: int = 0
     published: int = 0
     first_evidence_s: float | None = None
@@ -300,6 +326,8 @@ Event = (
     | AgentHeard
     | ProbeAnswered
     | WorkerParked
+    | SpareChecked
+    | LinkMeasured
     | WorkerExited
     | WorkerSuspected
     | Complained

@@ -52,6 +52,57 @@ class Fault:
         return f"rank={self.rank},step={self.step},at={self.at}{tail}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckFault:
+    """The check of a spare finds its device bad: on a slot, or of one worker, from its `since`th check on.
+
+    Written "slot=3,check=bad" or "worker=4,check=bad,since=2". Raises ValueError.
+    """
+
+    slot: int | None = None
+    worker: int | None = None
+    since: int = 1
+
+    def __post_init__(self) -> None:
+        if (self.slot is None) == (self.worker is None):
+            raise ValueError("check=bad needs slot= or worker=, one of them")
+        if self.since < 1:
+            raise ValueError(f"since must be 1 or more, not {self.since}")
+
+    def __str__(self) -> str:
+        who = f"worker={self.worker}" if self.slot is None else f"slot={self.slot}"
+        return f"{who},check=bad" + (f",since={self.since}" if self.since > 1 else "")
+
+    def strikes(self, worker: int, slot: int, count: int) -> bool:
+        """Whether the `count`th check of this worker on this slot is to fail."""
+        return count >= self.since and (worker == self.worker if self.slot is None else slot == self.slot)
+
+
+def is_check_fault(text: str) -> bool:
+    """Whether an ordered fault concerns a spare's check."""
+    return any(part.partition("=")[0].strip() == "check" for part in text.split(","))
+
+
+def parse_check_fault(text: str) -> CheckFault:
+    """Read "slot=3,check=bad[,since=2]". Raises ValueError."""
+    numbers: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, value = (piece.strip() for piece in part.partition("="))
+        if name == "check":
+            if value != "bad":
+                raise ValueError(f"fault {text!r}: check must be bad, not {value!r}")
+        elif name not in ("slot", "worker", "since") or name in numbers or not value.isdecimal():
+            raise ValueError(f"fault {text!r}: {part.strip()!r} is none of slot=N, worker=N, since=N")
+        else:
+            numbers[name] = int(value)
+    try:
+        return CheckFault(
+            slot=numbers.get("slot"), worker=numbers.get("worker"), since=numbers.get("since", 1)
+        )
+    except ValueError as error:
+        raise ValueError(f"fault {text!r}: {error}") from None
+
+
 def parse_fault(text: str, *, kind: str = "kill") -> Fault:
     """Read "rank=2,step=7,at=backward[,kind=stop]"; `kind` is the default. Raises ValueError."""
     fields: dict[str, str] = {}

@@ -23,6 +23,7 @@ from keepstep.core.events import (
     FingerprintTaken,
     KeeperMissed,
     KeeperRegained,
+    LinkMeasured,
     NodeProgressed,
     PersistFailed,
     ProbeAnswered,
@@ -31,6 +32,7 @@ from keepstep.core.events import (
     ScriptFailed,
     SelfCheckFailed,
     SelfCheckPassed,
+    SpareChecked,
     StateDescribed,
     StateReceived,
     StopRequested,
@@ -69,6 +71,7 @@ from keepstep.core.reports import (
 )
 from keepstep.core.resumption import rebuild
 from keepstep.core.snapshot import snapshot
+from keepstep.core.spare_checks import link_measured, spare_checked, state_size_learned
 
 __all__ = ["JobConfig", "JobMachine"]
 
@@ -128,6 +131,10 @@ class JobMachine:
                 probe_answered(state, event)
             case WorkerParked():
                 self._worker_parked(event)
+            case SpareChecked():
+                spare_checked(state, event, now_s)
+            case LinkMeasured():
+                link_measured(state, event, now_s)
             case WorkerExited():
                 self._worker_exited(event, now_s)
             case WorkerSuspected():
@@ -152,7 +159,8 @@ class JobMachine:
             case FingerprintTaken():
                 fingerprint_taken(state, event)
             case StateDescribed():
-                state_described(state, event)
+                if state_described(state, event):
+                    state_size_learned(state, now_s)
             case SelfCheckFailed():
                 self_check_failed(state, event)
             case SelfCheckPassed():
@@ -302,7 +310,7 @@ class JobMachine:
         state.finishing = True
         state.persist("note", {"about": "finished", "step": event.step})
         # It passed the last gate, so every rank holds the last step: nobody is needed any more.
-        state.say(f"all {event.step or ''} steps are finished".replace("  ", " "))
+        state.say(f"all {event.step} steps are finished")
         idle = [w.number for w in state.members.useful() if w.number not in state.newest.members]
         others = [number for number in state.newest.members if number != event.worker]
         in_need = others if state.incident is not None or state.complaint is not None else []

@@ -25,6 +25,9 @@ class JobConfig:
     connection broke; `node_stalled_s`: how long a recovery waits for ranks whose agent is gone, where
     spares could take their place; `suspect_hold_s`: how long a complaint waits for a suspect node's case;
     `probe_timeout_s`: how long another node may try to reach it (`probe_slack_s`: and answer).
+
+    Spares: `spare_check_s`: how often a parked one proves itself (0: only before it parks);
+    `spare_check_timeout_s`: how long it may take. `least_link_bytes_per_s`: below it a spare's node is too slow.
     """
 
     world_size: int
@@ -45,6 +48,9 @@ class JobConfig:
     same_failure_limit: int = 3
     start_failure_limit: int = 3
     same_map_limit: int = 10
+    spare_check_s: float = 3600.0
+    spare_check_timeout_s: float = 60.0
+    least_link_bytes_per_s: int = 10_000_000
     observe: bool = False
     nodes: int = 1
     ranks_per_node: int = 0
@@ -87,6 +93,8 @@ class JobConfig:
             "suspect_hold_s",
             "probe_timeout_s",
             "probe_slack_s",
+            "spare_check_s",
+            "spare_check_timeout_s",
         ):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} must be a finite number of seconds, not {getattr(self, name)}")

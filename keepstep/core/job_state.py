@@ -54,6 +54,15 @@ class Waiting:
 
 
 @dataclass(slots=True, kw_only=True)
+class SpareMark:
+    """When a spare last proved itself, since when it is being asked again, and its free memory then."""
+
+    proven_s: float
+    asked_s: float | None = None
+    free_bytes: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
 class Ending:
     """The job will end with `exit_code`, at the latest at `until_s`.
 
@@ -102,6 +111,9 @@ class JobState:
     absent: set[str] = field(default_factory=set)  # nodes that an earlier controller knew
     absent_until_s: float | None = None
     ledger_lost: bool = False
+    spare_marks: dict[int, SpareMark] = field(default_factory=dict)
+    slow_links: dict[str, list[str]] = field(default_factory=dict)  # node -> where it was found too slow
+    link_due_s: dict[str, float] = field(default_factory=dict)
     replicas: ReplicaBook = field(default_factory=lambda: ReplicaBook(0))
     nodes: dict[str, NodeFacts] = field(default_factory=dict)
     suspected: set[str] = field(default_factory=set)
@@ -350,14 +362,13 @@ def exit_code_of(status: int | None) -> int:
 
 
 def say_status(status: int | None, oom_killed: bool = False) -> str:
-    """A process status in words; None: nobody was there to see it."""
-    why = " (the kernel ran out of memory)" if oom_killed else ""
+    """A process status in words."""
     if status is None:
-        return "is gone" + why
+        return "is gone"
     if status >= 0:
         return f"exited with code {status}"
     try:
         name = signal.Signals(-status).name
     except ValueError:
         name = f"signal {-status}"
-    return f"was ended by {name}" + why
+    return f"was ended by {name}" + (" (the kernel ran out of memory)" if oom_killed else "")

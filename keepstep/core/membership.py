@@ -8,6 +8,7 @@ stands where is kept in sets, and answers last until somebody's standing changes
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
@@ -104,6 +105,8 @@ class Membership:
         default_factory=lambda: {standing: {} for standing in Standing}
     )
     _free: tuple[object, list[tuple[str, int]]] = (None, [])
+    failed_checks: Counter[tuple[str, int]] = field(default_factory=Counter)  # node, slot
+    quarantined: set[tuple[str, int]] = field(default_factory=set)
 
     def start(self, node: str, slot: int) -> Worker:
         """Note a new worker on a free slot."""
@@ -128,17 +131,19 @@ class Membership:
             self.living_version += 1
 
     def free_slots(self) -> list[tuple[str, int]]:
-        """Slots without a living process, in the order of their nodes, those for spares last."""
-        key = (self.living_version, tuple(self.slots.items()), len(self.late))
+        """Slots without a living process, in the order of their nodes' names: those for spares last, after
+        them those on which a check failed; the quarantined are none."""
+        failed = self.failed_checks
+        key = (self.living_version, tuple(self.slots.items()), len(self.late), sum(failed.values()))
         if self._free[0] != key:
-            taken = {(worker.node, worker.slot) for worker in self.alive()}
+            taken = {(worker.node, worker.slot) for worker in self.alive()} | self.quarantined
             free = [
                 (node, slot)
                 for node in self.node_order()
                 for slot in range(self.slots[node])
                 if (node, slot) not in taken
             ]
-            self._free = (key, sorted(free, key=lambda place: self._for_spares(*place)))
+            self._free = (key, sorted(free, key=lambda at: (self._for_spares(*at), failed[at])))
         return self._free[1]
 
     def node_order(self) -> list[str]:

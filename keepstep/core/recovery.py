@@ -15,6 +15,7 @@ from keepstep.core.node_watch import explains_complaint, watch_marks
 from keepstep.core.observing import observe
 from keepstep.core.placement import heirs
 from keepstep.core.protection import end_unprotected, unprotected
+from keepstep.core.spare_checks import check_marks, pursue_checks
 from keepstep.core.types import Generation
 from keepstep.core.waiting import wait_for, waiting_marks
 from keepstep.core.world import gather_world, restart_world
@@ -39,6 +40,7 @@ def pursue(state: JobState, now_s: float) -> None:
         if now_s >= state.complaint.until_s and not explains_complaint(state, now_s):
             _answer_complaint(state, now_s)
     else:
+        pursue_checks(state, now_s)
         _refill(state, now_s)
 
 
@@ -62,7 +64,7 @@ def next_deadline_s(state: JobState, now_s: float) -> float | None:
     elif state.complaint is not None:
         marks = [None if explains_complaint(state, now_s) else state.complaint.until_s]
     else:
-        marks = [state.refill_at_s if state.incident is None else None]
+        marks = [state.refill_at_s if state.incident is None else None, *check_marks(state)]
     marks += watch_marks(state, now_s) if state.suspected else []
     due = [mark for mark in (*marks, state.absent_until_s) if mark is not None]
     return max(now_s, min(due)) if due else None

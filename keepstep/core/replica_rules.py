@@ -16,13 +16,15 @@ from keepstep.core.replicas import Holder, ReplicaBook
 ABOUT = "state"  # the ledger's note that keeps the whole book
 
 
-def state_described(state: JobState, event: StateDescribed) -> None:
-    """One rank's manifest. The last of them makes the table, which is said and written down."""
+def state_described(state: JobState, event: StateDescribed) -> bool:
+    """One rank's manifest. The last of them makes the table, which is said and written down: then True."""
     if not state.is_member(event.worker) or state.rank_of(event.worker) != event.rank:
-        return
-    if state.replicas.describe(event):
-        state.persist("note", {"about": ABOUT, **state.replicas.body()})
-        say_replicas(state)
+        return False
+    if not state.replicas.describe(event):
+        return False
+    state.persist("note", {"about": ABOUT, **state.replicas.body()})
+    say_replicas(state)
+    return True
 
 
 def fingerprint_seen(state: JobState, event: FingerprintTaken) -> None:
@@ -53,7 +55,8 @@ def holders(state: JobState) -> dict[int, Holder]:
 
 
 def _rack(state: JobState, node: str) -> str:
-    return ""
+    facts = state.nodes.get(node)
+    return "" if facts is None else facts.labels.get("rack", "")
 
 
 def replicas(state: JobState) -> dict[str, Any]:

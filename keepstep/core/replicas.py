@@ -59,6 +59,10 @@ class ReplicaBook:
     def complete(self) -> bool:
         return len(self._of_rank) == self.world_size
 
+    def largest_bytes(self) -> int:
+        """The most that a rank holds, its record left out; 0 before anybody has spoken."""
+        return max((sum(p.bytes for p in _shared(h)) for h in self._holdings.values() if h.ranks), default=0)
+
     # ---- what ranks say ---------------------------------------------------------------------------
 
     def describe(self, event: StateDescribed) -> bool:

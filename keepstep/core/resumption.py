@@ -94,6 +94,10 @@ def _note(state: JobState, body: Mapping[str, Any]) -> None:
             state.twins_differ = str(body["text"])
         case "finished":
             state.finishing = True
+        case "spare_check":
+            state.members.failed_checks[(str(body["node"]), int(body["slot"]))] += 1
+        case "quarantine":
+            state.members.quarantined.add((str(body["node"]), int(body["slot"])))
         case "state":
             state.replicas = ReplicaBook.load(body)
         case "setup_over":

@@ -66,6 +66,7 @@ def _init_protected(
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
     session.page.enter(Phase.PARKED)
+    session.spare_check.before_parking()
     session.link.send(WorkerParked(worker=session.worker, readiness="warm"))
     generation = session.await_rank(symmetric=symmetric)
     session.page.enter(Phase.SETUP)

@@ -21,7 +21,14 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.hooks import RemovableHandle
 
-from keepstep.core.faults import Fault, fault_from_mapping, parse_fault
+from keepstep.core.faults import (
+    CheckFault,
+    Fault,
+    fault_from_mapping,
+    is_check_fault,
+    parse_check_fault,
+    parse_fault,
+)
 
 if TYPE_CHECKING:
     from keepstep.trainer.session import Session
@@ -35,7 +42,14 @@ def read_faults(text: str) -> list[Fault]:
     return [
         parse_fault(entry) if isinstance(entry, str) else fault_from_mapping(entry)
         for entry in json.loads(text or "[]")
+        if not (isinstance(entry, str) and is_check_fault(entry))
     ]
+
+
+def read_check_faults(text: str) -> list[CheckFault]:
+    """Those of KEEPSTEP_FAULTS that make a spare's check fail."""
+    entries = json.loads(text or "[]")
+    return [parse_check_fault(e) for e in entries if isinstance(e, str) and is_check_fault(e)]
 
 
 class Faults:

@@ -12,9 +12,9 @@ import sys
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from keepstep.core.actions import Announce, Release, StandBy
+from keepstep.core.actions import Announce, CheckSpare, Release, StandBy
 from keepstep.core.events import Complained
 from keepstep.core.types import Generation
 from keepstep.core.worker import WorkerMachine, WorkerPhase
@@ -36,12 +36,13 @@ from keepstep.trainer.adapters.protected import Protected
 from keepstep.trainer.adapters.shard import shard_identity
 from keepstep.trainer.checks import Checks
 from keepstep.trainer.elastic import Groups, Place
-from keepstep.trainer.faults import Faults
+from keepstep.trainer.faults import Faults, read_check_faults
 from keepstep.trainer.gloo import GlooFabric
 from keepstep.trainer.keeper import Keeper
 from keepstep.trainer.link import Identity, Link
 from keepstep.trainer.node_gate import NodeGate
 from keepstep.trainer.peer import Directory
+from keepstep.trainer.spare_check import SpareCheck
 from keepstep.trainer.store import AgentStore
 from keepstep.wire.messages import Fenced, JournalKept
 from keepstep.wire.page import Page, Phase
@@ -52,7 +53,6 @@ if TYPE_CHECKING:
     from keepstep.trainer.ends import Ends
 
 EXIT_FENCED = 73
-EXIT_ORPHANED = 74
 EXIT_STRANDED = 76
 STRANDED_TIMEOUT_S = 600.0
 COMPLAINT_REPEAT_S = 5.0
@@ -96,7 +96,7 @@ class Session:
         self.page = Page.open(identity.page_path)
         tls = TlsFiles.from_environment()
         self.directory = Directory(identity, None if tls is None else tls.client())
-        self.link = Link(identity, self._on_message, self._orphaned)
+        self.link = Link(identity, self._on_message)
         self.keeper = Keeper(
             self,
             self.page,
@@ -112,6 +112,7 @@ class Session:
         self.groups.observing = self.link.welcome.mode == "observe"
         self.checks = Checks(identity.worker, self.link.send, self.say)
         self.faults = Faults.from_environment(self)
+        self.spare_check = SpareCheck(self, read_check_faults(os.environ.get("KEEPSTEP_FAULTS", "")))
         self.resumption_due = False
         self.final_step = 0
         self.closed_gates = 0  # passed after the last step: the loop's end, finish()
@@ -266,6 +267,9 @@ class Session:
                 with self.lock:
                     self.standby = message
                     self.lock.notify_all()
+            case CheckSpare():
+                if not self.joined:
+                    self.spare_check.again()
             case Release():
                 with self.lock:
                     self.released = True
@@ -326,22 +330,13 @@ class Session:
 
     # ---- ends -----------------------------------------------------------------------------------
 
-    def leave(self, reason: str, *, status: int = EXIT_FENCED) -> NoReturn:
+    def leave(self, reason: str, *, status: int = EXIT_FENCED) -> None:
         """End this process at once: its id is never used again."""
         try:
             self.say(f"leaves: {reason}")
             sys.stdout.flush()
         finally:
-            self.end_now(status)
-
-    def end_now(self, status: int) -> NoReturn:
-        """End without another word; the page keeps the status for an agent that is not there to see it."""
-        self.page.exit_status = status
-        os._exit(status)
-
-    def _orphaned(self, alone_s: float) -> None:
-        reason = f"job {self.identity.job} has had no agent on this node for {alone_s:.0f} s"
-        self.leave(reason, status=EXIT_ORPHANED)
+            os._exit(status)
 
     def strand(self) -> None:
         """A failure in setup: every rank starts again, so wait to be ended. Observing: an error like any other."""

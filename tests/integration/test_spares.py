@@ -121,3 +121,24 @@ def test_a_script_that_cannot_be_imported_ends_the_job_with_its_traceback(tmp_pa
     job = run_job(tmp_path / "run", [str(script)], ranks=2, spares=1)
     assert job.status == 1, job.output
     assert "No module named 'no_such_module'" in job.output
+
+
+def test_a_spare_that_fails_its_check_while_it_waits_is_ended_and_one_on_another_slot_serves(
+    tmp_path: Path,
+) -> None:
+    arguments = ("--parallel", "ddp", "--epochs", "9", "--until", "60", "--symmetric", "--step-s", "0.1")
+    job = run_job(
+        tmp_path / "run",
+        arguments,
+        ranks=2,
+        spares=1,
+        faults=["slot=2,check=bad,since=2", "rank=1,step=50,at=backward"],
+        options=("--slots", "4", "--spare-check", "1"),
+    )
+    assert job.status == 0, job.output + job.worker_log()
+    assert "spare worker 2 (slot 2 of node0) failed its check and is not used" in job.output
+    notes = [note for note in job.ledger("note") if note.get("about") in ("worker", "spare_check")]
+    assert [(note["about"], note["slot"]) for note in notes[3:5]] == [("spare_check", 2), ("worker", 3)]
+    newest = job.ledger("generation")[-1]
+    assert newest["ranks"][0] == 0
+    assert newest["ranks"][1] > 2, "the failed spare never plays a rank"
