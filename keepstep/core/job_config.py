@@ -60,7 +60,7 @@ class JobConfig:
     node_stalled_s: float = 3.0
     suspect_hold_s: float = 0.8
     probe_timeout_s: float = 0.3
-    probe_slack_s: float = 0.3
+    probe_slack_s: float = 0.2
 
     def __post_init__(self) -> None:
         at_least = {

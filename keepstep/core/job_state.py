@@ -116,6 +116,7 @@ class JobState:
     link_due_s: dict[str, float] = field(default_factory=dict)
     replicas: ReplicaBook = field(default_factory=lambda: ReplicaBook(0))
     nodes: dict[str, NodeFacts] = field(default_factory=dict)
+    watch_due_s: float | None = None  # when the suspects were to be looked at again
     suspected: set[str] = field(default_factory=set)
     shards: dict[int, str] = field(default_factory=dict)  # rank -> identity of the bytes it must hold
     ever: set[int] = field(default_factory=set)  # members of any generation so far
@@ -170,9 +171,10 @@ class JobState:
 
     def spares(self) -> list[Worker]:
         """Parked workers that may be given a rank, the best first. Once a member is never a spare again."""
-        key = (self.members.version, len(self.generations))
+        key = (self.members.version, len(self.generations), frozenset(self.suspected))
         if self._spares[0] != key:
-            self._spares = (key, self.members.spares(self.ever))
+            parked = self.members.spares(self.ever)
+            self._spares = (key, [spare for spare in parked if spare.node not in self.suspected])
         return self._spares[1]
 
     def suspects(self) -> list[NodeFacts]:

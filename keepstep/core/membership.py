@@ -156,10 +156,6 @@ class Membership:
     def _for_spares(self, node: str, slot: int) -> bool:
         return node in self.late or 0 < self.ranks_per_node <= slot
 
-    def rank_nodes(self) -> int:
-        """How many nodes are there that may play ranks."""
-        return len(self.slots.keys() - self.late)
-
     def of_node(self, node: str) -> list[Worker]:
         """The living workers of a node."""
         return [worker for worker in self.alive() if worker.node == node]

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 PLACE_LABEL = "node_rank"
+UNDATED = -1.0
 SPARE_LABEL = ("keepstep", "spare")  # a node that offers its slots for spares only
 
 
@@ -38,7 +39,11 @@ class Inquiry:
 
 @dataclass(slots=True, kw_only=True)
 class NodeFacts:
-    """One node. `since_s`: when it left CONNECTED; `published_then`: what all ranks held at that time."""
+    """One node.
+
+    `since_s`: when it left CONNECTED (UNDATED: before this controller looked); `published_then`: what all
+    ranks held at that time. `evident_s`: when its ranks last proved that they train on.
+    """
 
     name: str
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -47,6 +52,10 @@ class NodeFacts:
     since_s: float = 0.0
     silent_s: float = 0.0
     published_then: int = 0
+    published_seen: int = 0
+    evident_s: float = 0.0
+    asked_s: float = 0.0
+    told: bool = False  # watching only: what would be done was said
     inquiry: Inquiry | None = None
     there: bool = False  # an inquiry found that its machine answers
 

@@ -13,10 +13,13 @@ from __future__ import annotations
 from keepstep.core.actions import Probe
 from keepstep.core.events import AgentDisconnected, AgentHeard, AgentSilent, ProbeAnswered
 from keepstep.core.job_state import JobState
-from keepstep.core.node_facts import Inquiry, Link, NodeFacts, domain_of, shared_levels
+from keepstep.core.node_facts import UNDATED, Inquiry, Link, NodeFacts, domain_of, shared_levels
 from keepstep.core.nodes import node_lost
 
 ASKED_AT_MOST = 3
+ASK_AGAIN_S = 1.0
+LATE_S = 0.5
+RETURN_GRACE_S = 5.0
 SILENT = "silent"
 # One step may be published by ranks that had passed its gate before the node fell silent.
 EVIDENT_STEPS = 2
@@ -29,6 +32,7 @@ def agent_disconnected(state: JobState, event: AgentDisconnected, now_s: float) 
         return
     if not node.suspect:
         node.since_s, node.published_then = now_s, state.published
+        node.published_seen, node.told = state.published, False
     state.link(node, Link.DISCONNECTED)
     node.there = False
     if state.has_workers(node.name):
@@ -46,6 +50,7 @@ def agent_silent(state: JobState, event: AgentSilent, now_s: float) -> None:
     node.silent_s = event.silent_s
     if node.link is Link.CONNECTED:
         node.since_s, node.published_then = now_s - event.silent_s, state.published
+        node.published_seen, node.told = state.published, False
         state.link(node, Link.SILENT)
     if node.inquiry is None:
         node.there = False
@@ -68,13 +73,17 @@ def probe_answered(state: JobState, event: ProbeAnswered) -> None:
 
 def watch_nodes(state: JobState, now_s: float) -> None:
     """Give up what must be given up. Idempotent."""
-    if state.ending is not None or state.stopping is not None or state.finishing:
+    if not state.suspected:
+        state.watch_due_s = None
         return
-    for node in state.suspects():
-        reason = _verdict(state, node, now_s)
-        if reason is not None:
-            node.inquiry = None
-            node_lost(state, node.name, reason, now_s, node.since_s)
+    _excuse_lateness(state, now_s)
+    if state.ending is None and state.stopping is None and not state.finishing:
+        for node in state.suspects():
+            _look_at(state, node, now_s)
+            reason = _verdict(state, node, now_s)
+            if reason is not None:
+                _give_up(state, node, reason, now_s)
+    state.watch_due_s = min(watch_marks(state, now_s), default=None)
 
 
 def explains_complaint(state: JobState, now_s: float) -> bool:
@@ -82,10 +91,13 @@ def explains_complaint(state: JobState, now_s: float) -> bool:
     complaint = state.complaint
     if complaint is None or now_s >= complaint.seen_s + state.config.suspect_hold_s:
         return False
-    return any(not node.there and state.has_members(node.name) for node in state.suspects())
+    return any(
+        (node.link is Link.DISCONNECTED or not node.there) and _replaceable(state, node)
+        for node in state.suspects()
+    )
 
 
-def watch_marks(state: JobState, now_s: float) -> list[float | None]:
+def watch_marks(state: JobState, now_s: float) -> list[float]:
     """When `watch_nodes` has something to do though nothing happens. What is past has been looked at."""
     config = state.config
     marks: list[float | None] = []
@@ -93,26 +105,42 @@ def watch_marks(state: JobState, now_s: float) -> list[float | None]:
         if node.inquiry is not None:
             marks.append(node.inquiry.until_s)
         if node.link is Link.DISCONNECTED:
-            marks += [node.since_s + config.agent_wait_s, _stalled_until_s(state, node)]
-            if state.complaint is not None:
-                marks.append(max(node.since_s, state.complaint.seen_s) + config.node_grace_s)
-    if state.complaint is not None and state.suspects():
+            marks += [_wait_until_s(state, node), _stalled_until_s(state, node), node.asked_s + ASK_AGAIN_S]
+            seen_s = _unexplained_s(state)
+            if seen_s is not None:
+                marks.append(max(node.since_s, seen_s) + _grace_s(state))
+    if state.complaint is not None and state.suspected:
         marks.append(state.complaint.seen_s + config.suspect_hold_s)
     return [mark for mark in marks if mark is not None and mark > now_s]
+
+
+# ---- one node -----------------------------------------------------------------------------------------
+
+
+def _look_at(state: JobState, node: NodeFacts, now_s: float) -> None:
+    """Date it, ask about it again, and see whether its ranks train on."""
+    if node.since_s == UNDATED:  # known from the ledger, not seen yet: its agent is on its way, as it seems
+        node.since_s, node.asked_s = now_s + RETURN_GRACE_S, now_s + RETURN_GRACE_S - ASK_AGAIN_S
+        node.published_then = node.published_seen = state.published
+    if state.published > node.published_seen:
+        node.published_seen = state.published
+        if state.published >= node.published_then + EVIDENT_STEPS:
+            node.evident_s = now_s
+    if node.link is Link.DISCONNECTED and node.inquiry is None and now_s >= node.asked_s + ASK_AGAIN_S:
+        _ask_others(state, node, now_s)
 
 
 def _verdict(state: JobState, node: NodeFacts, now_s: float) -> str | None:
     """Why the node is to be given up now; None: not yet, or not at all."""
     config = state.config
     if node.link is Link.DISCONNECTED:
-        # A death that is known already explains a complaint just as well.
-        complaint = None if state.gone() or not state.has_members(node.name) else state.complaint
-        if complaint is not None and now_s >= max(node.since_s, complaint.seen_s) + config.node_grace_s:
-            who = state.name(complaint.worker)
-            return f"its agent's connection broke, and {who} lost its peers ({complaint.reason})"
+        seen_s = _unexplained_s(state)
+        blamed = seen_s is not None and _replaceable(state, node) and _complained_elsewhere(state, node)
+        if seen_s is not None and blamed and now_s >= max(node.since_s, seen_s) + _grace_s(state):
+            return f"its agent's connection broke, and {_who_complains(state)}"
         if (stalled_s := _stalled_until_s(state, node)) is not None and now_s >= stalled_s:
             return f"its agent is gone, and the recovery under way waits for its ranks since {config.node_stalled_s:g} s"
-        if now_s >= node.since_s + config.agent_wait_s:
+        if now_s >= _wait_until_s(state, node):
             return f"its agent did not come back within {config.agent_wait_s:g} s"
     inquiry = node.inquiry
     if inquiry is None or not (inquiry.complete or now_s >= inquiry.until_s):
@@ -122,25 +150,98 @@ def _verdict(state: JobState, node: NodeFacts, now_s: float) -> str | None:
     node.there = bool(outcomes - {SILENT})
     if node.there or not outcomes:
         return None
-    if state.published >= node.published_then + EVIDENT_STEPS and node.link is Link.SILENT:
+    if node.evident_s > node.since_s:
         node.there = True  # its ranks contribute to every step that is published
         return None
+    if state.has_members(node.name) and not _ranks_elsewhere(state, node):
+        return None  # whatever state there is, is there: its return is better than its loss
     askers = ", ".join(sorted(inquiry.answers))
     return f"it was silent for {now_s - node.since_s:.1f} s, and {askers} cannot reach it either"
+
+
+def _give_up(state: JobState, node: NodeFacts, reason: str, now_s: float) -> None:
+    node.inquiry = None
+    if not state.config.observe:
+        node_lost(state, node.name, reason, now_s, min(node.since_s, now_s))
+    elif not node.told:
+        node.told = True
+        text = f"would give up node {node.name}: {reason}"
+        state.persist("note", {"about": "would", "text": text, "reason": reason})
+        state.say(f"observe: {text}", "warning")
+
+
+def _unexplained_s(state: JobState) -> float | None:
+    """Since when members complain of broken connections though no death is known; None: nobody does."""
+    if state.gone():
+        return None  # a death that is known explains it just as well
+    if state.complaint is not None:
+        return state.complaint.seen_s
+    incident = state.incident
+    return incident.opened_s if incident is not None and not incident.victims else None
+
+
+def _who_complains(state: JobState) -> str:
+    if state.complaint is not None:
+        return f"{state.name(state.complaint.worker)} lost its peers ({state.complaint.reason})"
+    return "ranks elsewhere lost their peers"
+
+
+def _complained_elsewhere(state: JobState, node: NodeFacts) -> bool:
+    """A complaint of the node's own ranks says nothing about the node's machine."""
+    if state.complaint is None:
+        return True
+    worker = state.members.workers.get(state.complaint.worker)
+    return worker is not None and worker.node != node.name
+
+
+def _grace_s(state: JobState) -> float:
+    """When most agents are away at once it is rather the controller's own network that is."""
+    nodes = state.member_nodes()
+    away = sum(node.name in nodes for node in state.suspects())
+    return state.config.node_grace_s if 2 * away <= max(2, len(nodes)) else RETURN_GRACE_S
+
+
+def _wait_until_s(state: JobState, node: NodeFacts) -> float:
+    return max(node.since_s, node.evident_s) + state.config.agent_wait_s
 
 
 def _stalled_until_s(state: JobState, node: NodeFacts) -> float | None:
     """How long a recovery waits for ranks whose agent cannot even tell them; None: as long as it takes.
 
-    They may have died with it, and then nobody would ever say so. Only where spares can take their place.
+    They may have died with it, and then nobody would ever say so.
     """
     incident = state.incident
-    if incident is None or incident.announced_s is None or state.gone():
-        return None
-    members = sum(state.is_member(worker.number) for worker in state.members.of_node(node.name))
-    if not 0 < members <= len(state.spares()):
+    if incident is None or incident.announced_s is None or state.gone() or not _replaceable(state, node):
         return None
     return max(node.since_s, incident.announced_s) + state.config.node_stalled_s
+
+
+def _replaceable(state: JobState, node: NodeFacts) -> bool:
+    """Whether it has ranks, and others could play them: else its agent's return is the only hope anyway."""
+    members = sum(state.is_member(worker.number) for worker in state.members.of_node(node.name))
+    if not members or not _ranks_elsewhere(state, node):
+        return False
+    spares = sum(spare.node != node.name for spare in state.spares())
+    return members <= spares + sum(name != node.name for name, _ in state.free_slots())
+
+
+def _ranks_elsewhere(state: JobState, node: NodeFacts) -> bool:
+    return bool(state.member_nodes() - {node.name})
+
+
+def _excuse_lateness(state: JobState, now_s: float) -> None:
+    """A controller that stood still (stopped, starved) has not heard what was said meanwhile: begin anew."""
+    late_s = 0.0 if state.watch_due_s is None else now_s - state.watch_due_s
+    if late_s < LATE_S:
+        return
+    for node in state.suspects():
+        node.inquiry = None
+        if node.since_s != UNDATED:
+            node.since_s += late_s
+        node.asked_s = now_s
+    if state.complaint is not None:
+        state.complaint.seen_s += late_s
+        state.complaint.until_s += late_s
 
 
 def _ask_others(state: JobState, node: NodeFacts, now_s: float) -> None:
@@ -149,6 +250,7 @@ def _ask_others(state: JobState, node: NodeFacts, now_s: float) -> None:
         return
     levels = state.config.domains
     own = domain_of(node, levels)
+    node.asked_s = now_s
     askers = [
         other
         for other in state.nodes.values()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from keepstep.core.events import AgentJoined
-from keepstep.core.job_state import JobState, say_status
+from keepstep.core.job_state import Complaint, JobState, say_status
 from keepstep.core.losses import process_lost
 from keepstep.core.membership import Standing, Worker
 from keepstep.core.node_facts import Link, NodeFacts
@@ -21,9 +21,7 @@ def agent_joined(state: JobState, event: AgentJoined, now_s: float) -> None:
             state.members.adopt(Worker(number=number, node=event.node, slot=-1))
             state.kill(number, f"worker {number} is in no ledger")
         elif not known[number].alive:
-            # Given up with its node, and alive after all: its rank has another player.
-            known[number].standing = Standing.PLAYING
-            state.kill(number, f"worker {number} was given up with its node")
+            _take_back(state, known[number], now_s)
     missing = [w for w in state.members.of_node(event.node) if w.number not in event.workers]
     for worker in missing:
         status = event.exited.get(worker.number)
@@ -48,6 +46,20 @@ def _tell_again(state: JobState, node: str) -> None:
                 state.stand_by(worker)
     if not state.restarting and state.newest is not None and not state.finishing:
         state.announce(f"the agent of {node} came back: generation {state.newest.number} counts")
+
+
+def _take_back(state: JobState, worker: Worker, now_s: float) -> None:
+    """It was given up with its node and is alive after all: of use only while its rank has no other player."""
+    worker.standing = Standing.PLAYING
+    if not state.is_member(worker.number):
+        state.kill(worker.number, f"worker {worker.number} was given up with its node")
+        return
+    reason = f"it came back with {worker.node} before anybody had taken its rank over"
+    state.say(f"{state.name(worker.number)}: {reason}")
+    if state.complaint is None:
+        state.complaint = Complaint(
+            worker=worker.number, reason=reason, seen_s=now_s, until_s=now_s + state.config.complaint_grace_s
+        )
 
 
 def _know(state: JobState, event: AgentJoined) -> None:

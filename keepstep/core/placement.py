@@ -6,7 +6,7 @@ innermost. Pure choices over what is known; nothing is announced here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from keepstep.core.node_facts import Link, domain_of, natural, shared_levels
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from keepstep.core.membership import Worker
 
 MOST_TWINS = 16  # of so many copies not all share a cause
+CANDIDATES = 32
 
 
 def heirs(state: JobState, vacant: Sequence[int], spares: Sequence[Worker]) -> list[int]:
@@ -23,7 +24,7 @@ def heirs(state: JobState, vacant: Sequence[int], spares: Sequence[Worker]) -> l
 
     Hot before warm; then far from the node that was lost, then far from the rank's twins, then the oldest.
     """
-    left = list(spares)
+    left = _together(state, vacant, spares) if state.config.replace_unit == "node" else list(spares)
     lost = (
         {victim.rank: victim.node for victim in state.incident.victims if victim.cause == "node"}
         if state.incident
@@ -31,14 +32,65 @@ def heirs(state: JobState, vacant: Sequence[int], spares: Sequence[Worker]) -> l
     )
     chosen = []
     for rank in vacant:
-        avoided = [lost[rank]] if rank in lost else []
-        twins = state.twins_of(rank)
-        if len(twins) <= MOST_TWINS:
-            avoided += [node for twin in twins if (node := state.node_of_rank(twin))]
-        best = min(left, key=lambda spare: (spare.readiness != "hot", _nearness(state, spare.node, avoided)))
+        dead = [lost[rank]] if rank in lost else []
+        twins = state.twins_of(rank) if len(state.twins_of(rank)) <= MOST_TWINS else []
+        near = [node for twin in twins if (node := state.node_of_rank(twin))]
+        best = min(
+            left,
+            key=lambda spare: (
+                spare.readiness != "hot",
+                _nearness(state, spare.node, dead),
+                _nearness(state, spare.node, near),
+            ),
+        )
         left.remove(best)
         chosen.append(best.number)
     return chosen
+
+
+def moved_along(state: JobState, gone: Sequence[int]) -> list[int]:
+    """With whole nodes as the unit: the living members on the nodes of those who are gone.
+
+    None (and said) where a rank's only living copy would go with them, or spares are too few.
+    """
+    workers, places = state.members.workers, state.places
+    nodes = {workers[number].node for number in gone}
+    comrades = [number for number in places if workers[number].useful and workers[number].node in nodes]
+    if not comrades:
+        return []
+    names = ", ".join(sorted(nodes))
+    alone = [
+        places[number]
+        for number in comrades
+        if not any(state.node_of_rank(twin) not in {"", *nodes} for twin in state.twins_of(places[number]))
+    ]
+    if alone:
+        ranks = ", ".join(map(str, sorted(alone)))
+        state.say(
+            f"{names} is not replaced as a whole: no other node is known to hold the state of ranks {ranks}",
+            "warning",
+        )
+        return []
+    if len(state.spares()) < len(gone) + len(comrades):
+        state.say(
+            f"{names} is not replaced as a whole: that takes {len(gone) + len(comrades)} spares, "
+            f"{len(state.spares())} are there",
+            "warning",
+        )
+        return []
+    return comrades
+
+
+def _together(state: JobState, vacant: Sequence[int], spares: Sequence[Worker]) -> list[Worker]:
+    """The spares of one node, where one has enough of them: the fewest that do; else all."""
+    by_node: dict[str, list[Worker]] = {}
+    for spare in spares:
+        by_node.setdefault(spare.node, []).append(spare)
+    enough = [group for group in by_node.values() if len(group) >= len(vacant)]
+    if not enough:
+        return list(spares)
+    fewest = min(enough, key=len)
+    return list(fewest)
 
 
 def crowded(state: JobState, ranks: Sequence[int]) -> list[str]:
@@ -60,30 +112,32 @@ def crowded(state: JobState, ranks: Sequence[int]) -> list[str]:
 def keepers(state: JobState) -> dict[str, str]:
     """For each node with members the node whose agent keeps their records; none where there is no other.
 
-    Another failure domain first, then nodes that hold spares (a replacement finds them at home), evenly.
+    Evenly, in another failure domain where one is near in the order, nodes that hold spares first (a
+    replacement finds the records at home). A few candidates are looked at for each: thousands of nodes take
+    milliseconds.
     """
     levels = state.config.domains
-    able = [node for node in state.nodes.values() if node.link is Link.CONNECTED and node.peer]
     spare_nodes = {spare.node for spare in state.spares()}
-    load = dict.fromkeys((node.name for node in able), 0)
+    able = [node for node in state.nodes.values() if node.link is Link.CONNECTED and node.peer]
+    able.sort(key=lambda node: (node.name not in spare_nodes, natural(node.name)))
+    places = [(node.name, domain_of(node, levels)) for node in able]
+    load = dict.fromkeys((name for name, _ in places), 0)
     found: dict[str, str] = {}
-    by_domain: Mapping[str, tuple[str, ...]] = {node.name: domain_of(node, levels) for node in able}
-    for name in sorted(state.member_nodes(), key=natural):
+    for at, name in enumerate(sorted(state.member_nodes(), key=natural)):
         own = domain_of(state.nodes.get(name), levels)
-        others = [node.name for node in able if node.name != name]
-        if not others:
-            continue
-        best = min(
-            others,
-            key=lambda other: (
-                shared_levels(by_domain[other][:-1], own[:-1]),
-                load[other],
-                other not in spare_nodes,
-                natural(other),
-            ),
-        )
-        load[best] += 1
-        found[name] = best
+        best: tuple[int, int, str] | None = None
+        for step in range(min(len(places), CANDIDATES)):
+            other, domain = places[(at + step) % len(places)]
+            if other == name:
+                continue
+            candidate = (shared_levels(domain, own), load[other])
+            if best is None or candidate < best[:2]:
+                best = (*candidate, other)
+            if candidate <= (0, at // len(places)):
+                break
+        if best is not None:
+            found[name] = best[2]
+            load[best[2]] += 1
     return found
 
 

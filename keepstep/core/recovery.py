@@ -13,7 +13,7 @@ from keepstep.core.generations import succeeding_generation, vacant_ranks
 from keepstep.core.job_state import JobState
 from keepstep.core.node_watch import explains_complaint, watch_marks
 from keepstep.core.observing import observe
-from keepstep.core.placement import heirs
+from keepstep.core.placement import heirs, moved_along
 from keepstep.core.protection import end_unprotected, unprotected
 from keepstep.core.spare_checks import check_marks, pursue_checks
 from keepstep.core.types import Generation
@@ -95,6 +95,8 @@ def _replace(state: JobState, gone: Sequence[int], now_s: float) -> None:
     if why := unprotected(state, gone):
         end_unprotected(state, why, now_s)
         return
+    comrades = moved_along(state, gone) if state.config.replace_unit == "node" else []
+    gone = [*gone, *comrades]
     vacant = vacant_ranks(newest, gone)
     spares = state.spares()
     if len(spares) < len(vacant):
@@ -104,6 +106,8 @@ def _replace(state: JobState, gone: Sequence[int], now_s: float) -> None:
     staying = [number for number in newest.members if number not in gone] + chosen
     generation = succeeding_generation(newest, gone, chosen, state.store_node(staying))
     state.append(generation, _explain(state, newest, generation), now_s)
+    for number in comrades:
+        state.kill(number, f"all ranks of {state.members.workers[number].node} have moved together")
 
 
 def _explain(state: JobState, before: Generation, after: Generation) -> str:
@@ -111,7 +115,9 @@ def _explain(state: JobState, before: Generation, after: Generation) -> str:
     parts = []
     for rank, (old, new) in enumerate(zip(before.ranks, after.ranks, strict=True)):
         if old != new:
-            parts.append(f"{why.get(rank, f'rank {rank}: worker {old} is gone')}; worker {new} takes over")
+            living = state.members.workers[old].useful
+            default = f"rank {rank}: worker {old} {'moves with its node' if living else 'is gone'}"
+            parts.append(f"{why.get(rank, default)}; worker {new} takes over")
     return "; ".join(parts) or "a donor is gone, the map stays"
 
 

@@ -12,7 +12,7 @@ from keepstep.core.actions import EndJob, Persist
 from keepstep.core.generations import generation_from_body
 from keepstep.core.job_state import JobState
 from keepstep.core.membership import Standing, Worker
-from keepstep.core.node_facts import Link, NodeFacts
+from keepstep.core.node_facts import UNDATED, Link, NodeFacts
 from keepstep.core.replicas import ReplicaBook
 
 
@@ -77,7 +77,8 @@ def _note(state: JobState, body: Mapping[str, Any]) -> None:
             name = str(body["node"])
             labels = {str(key): str(value) for key, value in body["labels"].items()}
             state.nodes[name] = node = NodeFacts(name=name, labels=labels, peer=str(body["peer"]))
-            node.link = Link.LOST  # until it joins again
+            node.since_s = UNDATED
+            state.link(node, Link.DISCONNECTED)  # until it joins again
             if (place := node.place) is not None:
                 state.members.ordinals[name] = place
             if node.for_spares:

@@ -64,15 +64,6 @@ class Cluster:
         self.rng = Random(story.seed ^ 0x5EED)
         self.agenda = Agenda()
         self.invariants = Invariants(story.shards)
-        self.config = JobConfig(
-            world_size=story.world_size,
-            spares=story.spares,
-            max_restarts=1_000,
-            same_failure_limit=1_000,
-            start_failure_limit=1_000,
-            same_map_limit=100,
-        )
-        self.controller: JobMachine | None = job_machine(self.config)
         self.crash_pending = False
         self.ticket = 0
         self.ledger: list[Persist] = []
@@ -82,6 +73,16 @@ class Cluster:
         self.nodes = {"n0": slots} if story.nodes == 1 else {"n0": (slots + 1) // 2, "n1": slots // 2}
         if story.nodes == 2 and any(mishap.kind in ("node", "cut") for mishap in story.mishaps):
             self.nodes = {"n0": slots, "n1": slots}
+        self.config = JobConfig(
+            world_size=story.world_size,
+            spares=story.spares,
+            max_restarts=1_000,
+            same_failure_limit=1_000,
+            start_failure_limit=1_000,
+            same_map_limit=100,
+            nodes=len(self.nodes),
+        )
+        self.controller: JobMachine | None = job_machine(self.config)
         self.channels = {node: Channel(self.agenda) for node in self.nodes}
         self.reach = Reach(self)
         self.outbox: list[Callable[[], None]] = []

@@ -20,9 +20,15 @@ FSDP2 = ("a", "b")
 
 
 def story(
-    seed: int, shards: Sequence[str], *cues: Cue, spares: int = 1, steps: int = 5, nodes: int = 1
+    seed: int,
+    shards: Sequence[str],
+    *cues: Cue,
+    spares: int = 1,
+    steps: int = 5,
+    nodes: int = 1,
+    crowded: bool = False,
 ) -> Story:
-    free = 0 if nodes == 1 else len(shards) + 1
+    free = 0 if nodes == 1 or crowded else len(shards) + 1
     return Story(
         seed=seed,
         name="told",
@@ -118,6 +124,35 @@ STORIES: dict[str, tuple[str, Story]] = {
     "node_is_lost": (
         "A node is lost with all its workers.",
         story(312, DDP3, Cue(line="w0 has committed 3 steps", kind="node"), spares=2, nodes=2),
+    ),
+    "network_of_a_node_is_cut": (
+        "Nobody hears a node any more, and nobody dies: it is given up, and fenced when it comes back.",
+        story(41, DDP3, Cue(line="w0 has committed 3 steps", kind="cut"), spares=2, nodes=2),
+    ),
+    "agent_is_restarted": (
+        "An agent dies and is started again; its workers never notice.",
+        story(
+            77,
+            DDP3,
+            Cue(line="w0 has committed 4 steps", kind="agent"),
+            spares=1,
+            nodes=2,
+            steps=8,
+            crowded=True,
+        ),
+    ),
+    "rank_dies_while_its_agent_is_away": (
+        "A rank dies while no agent lives to see it: the agent tells of it when it is back.",
+        story(
+            78,
+            DDP3,
+            Cue(line="w0 has committed 4 steps", kind="agent"),
+            Cue(line="*** the agent of n1 dies", kind="kill", worker=2),
+            spares=1,
+            nodes=2,
+            steps=8,
+            crowded=True,
+        ),
     ),
 }
 
