@@ -6,6 +6,8 @@ its agent and controller. A step is timed on rank 0, from the head of its iterat
 the first steps of a turn and the first turn are left out. A pair of jobs gives the ratio of its two medians.
 Where its memory happens to lie makes one process faster than its twin for all its life, so several pairs
 are made, one after the other; the figure is the median of their ratios.
+
+With more than one node a step also waits for another node's word on its record: see acknowledgement.py.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+import acknowledgement
 from common import Options, start, table, write
 
 JOB = Path(__file__).resolve().parent / "overhead_job.py"
@@ -198,6 +201,16 @@ def measure_all(quick: bool) -> list[Ratio]:
     return ratios
 
 
+def measure_acknowledgement(quick: bool) -> dict[str, float]:
+    """What a step of a job on two nodes pays besides, on loopback."""
+    found = acknowledgement.measure(quick)
+    print(
+        f"\nrecord acknowledged by another node before the gate: {1000 * found.ack_s:.3f} ms a step "
+        f"(99 of 100 within {1000 * found.tail_s:.3f} ms; {found.record_bytes} bytes, {found.steps} steps, loopback)"
+    )
+    return {"gate_ack_s": found.ack_s, "gate_ack_p99_s": found.tail_s}
+
+
 def main(chosen: Options) -> None:
     ratios = measure_all(chosen.quick)
     print(
@@ -218,6 +231,7 @@ def main(chosen: Options) -> None:
         name = one.size.figure.removeprefix("ratio_")
         figures |= {one.size.figure: one.ratio, f"plain_ms_{name}": one.plain_ms}
         figures[f"keepstep_ms_{name}"] = one.keepstep_ms
+    figures |= measure_acknowledgement(chosen.quick)
     write(chosen, figures)
 
 

@@ -4,12 +4,18 @@ gloo's abort() does nothing to a blocked collective (pytorch#130345). What frees
 on the connected sockets of the group, never on its listener, which would end the process. The
 sockets are told by the port of the generation's own gloo device, so that no socket of the user's
 is ever touched.
+
+Only the reading side is shut, and the connection is held open for a while: gloo forgets a send whose write
+has failed (Pair::write returns without an error for EPIPE and ECONNRESET, and signalException passes over
+what stands in the transmit queue), and whoever waits for it waits for ever. So nobody's write may fail
+before everybody has cut: what is read ends, what is written goes nowhere.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+import threading
 from datetime import timedelta
 
 import torch
@@ -17,6 +23,8 @@ import torch.distributed as dist
 
 BACKEND = dist.ProcessGroup.BackendType
 OPERATION_TIMEOUT = timedelta(days=7)
+# By then every member has heard of the newer generation, or is gone.
+HOLD_S = 5.0
 
 
 def _own_sockets() -> list[socket.socket]:
@@ -54,6 +62,7 @@ class GlooFabric:
         self._hostname = hostname
         self._ports = _listening_ports() - before
         self._peers: set[tuple[str, int]] = set()
+        self._held: dict[int, socket.socket] = {}  # by inode
         self.is_cut = False
 
     @property
@@ -78,18 +87,33 @@ class GlooFabric:
         return group
 
     def cut(self) -> int:
-        """Shut down every connection of this generation; returns how many. May be called twice."""
+        """End every connection of this generation; returns how many. May be called twice."""
         self.is_cut = True
-        count = 0
+        before = len(self._held)
         for candidate in _own_sockets():
-            with candidate:
-                try:
-                    if candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                        continue
-                    local, peer = candidate.getsockname(), candidate.getpeername()
-                    if local[1] in self._ports or peer[:2] in self._peers:
-                        candidate.shutdown(socket.SHUT_RDWR)
-                        count += 1
-                except OSError:
-                    continue  # already closed, or not connected: nothing waits on it
-        return count
+            held = False
+            try:
+                inode = os.fstat(candidate.fileno()).st_ino
+                if inode not in self._held and self._is_connection(candidate):
+                    candidate.shutdown(socket.SHUT_RD)
+                    self._held[inode], held = candidate, True
+            except OSError:
+                pass  # already closed, or not connected: nothing waits on it
+            finally:
+                if not held:
+                    candidate.close()
+        if len(self._held) > before:
+            release = threading.Timer(HOLD_S, self._release)
+            release.daemon = True
+            release.start()
+        return len(self._held) - before
+
+    def _is_connection(self, candidate: socket.socket) -> bool:
+        if candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            return False
+        local, peer = candidate.getsockname(), candidate.getpeername()
+        return local[1] in self._ports or peer[:2] in self._peers
+
+    def _release(self) -> None:
+        for held in list(self._held.values()):
+            held.close()
