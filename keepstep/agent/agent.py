@@ -1,8 +1,9 @@
 """The agent of one node: an asyncio shell between the controller, this node's workers and the kernel.
 
 It decides nothing about the job: the controller's actions are carried out in order, what happens comes
-back as events. `Agent(AgentConfig(...)).run()` returns when the controller said stop, or (embedded)
-when the controller has been gone for too long.
+back as events. `Agent(AgentConfig(...)).run()` returns when the controller said stop, or when it has been
+gone for too long. When an agent in a process of its own is killed, its workers train on, and the next one
+for the same run takes them over.
 """
 
 from __future__ import annotations
@@ -10,48 +11,38 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import time
 from collections.abc import Coroutine
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from keepstep.agent import cleanup
+from keepstep.agent.adoption import Succession
 from keepstep.agent.announcements import Announcements
 from keepstep.agent.config import AgentConfig
 from keepstep.agent.connection import ControllerConnection
-from keepstep.agent.console import Console
 from keepstep.agent.desk import Desk
 from keepstep.agent.guardian import Guardian
 from keepstep.agent.measuring import Measuring
 from keepstep.agent.peers import Peers
 from keepstep.agent.questions import Questions
+from keepstep.agent.said import Said
+from keepstep.agent.shown import Shown
 from keepstep.agent.socket import WorkerSocket
 from keepstep.agent.store import GenerationStore
 from keepstep.agent.suspects import Suspects
-from keepstep.agent.vitals import PROGRESS_INTERVAL_S, Vitals
+from keepstep.agent.vitals import Vitals
 from keepstep.agent.witness import Witness
 from keepstep.agent.workers import Worker, Workers
 from keepstep.core.actions import Announce, CheckSpare, KillWorker, Probe, Release, StandBy, StartWorker
 from keepstep.core.agent import Suspicion
-from keepstep.core.events import UsageRefused, WorkerExited
+from keepstep.core.events import Event, UsageRefused, WorkerExited
 from keepstep.core.job_state import say_status
-from keepstep.errors import ProtectionError, UsageError, WireError
-from keepstep.wire.framing import MAX_FRAME_BYTES
-from keepstep.wire.messages import (
-    PROTOCOL_VERSION,
-    AgentHello,
-    AgentWelcome,
-    Ask,
-    JobSpec,
-    Stop,
-)
+from keepstep.errors import UsageError, WireError
+from keepstep.wire.messages import PROTOCOL_VERSION, AgentHello, AgentWelcome, Ask, JobSpec, Stop
 
 CANNOT_RUN_STATUS = 127  # as a shell says it
-EMBEDDED_ORPHAN_TIMEOUT_S = 5.0
+SOCKET_NAME = "agent.sock"
 FLUSH_TIMEOUT_S = 2.0
-WATCH_INTERVAL_S = 0.25
-NOTE_DELAY_S = 0.05
 NOTES_TIMEOUT_S = 2.0
 
 log = logging.getLogger(__name__)
@@ -72,11 +63,13 @@ class Agent:
         self._stopping: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._notes: set[asyncio.Task[None]] = set()
-        self._console: Console | None = None
+        self._detached = False
+        self._said = Said()
         self.ended: Stop | None = None  # how the controller said that the job has ended
 
         run_dir = config.run_dir.absolute()
         self._announcements = Announcements()
+        self._shown = Shown(config, self._announcements)
         self.questions = Questions()
         Measuring(config.advertise).answer(self.questions)
         self._store = GenerationStore()
@@ -99,7 +92,13 @@ class Agent:
         )
         self._evidence = self._witness.evidence
         self._controller = ControllerConnection(
-            config.controller_url, self._hello, self._welcomed, self._carry_out, tls=config.tls, say=self._say
+            config.controller_url,
+            self._hello,
+            self._welcomed,
+            self._carry_out,
+            tls=config.tls,
+            say=self._say,
+            patient=lambda: self._spec is not None,
         )
         self._peers = Peers(
             config, self._announcements, self._store, self._workers.page_of, self._workers.published
@@ -109,9 +108,10 @@ class Agent:
             self._workers,
             self._announcements,
             self._peers,
-            send=self._controller.send,
+            send=self._report,
             greeted=self._greeted,
         )
+        self._succession = Succession(config, self._workers, self._announcements, self._peers)
         self._suspects = Suspects(self._evidence, self._workers.published, self._controller.send)
         self._vitals = Vitals(
             self._workers,
@@ -129,29 +129,70 @@ class Agent:
         return self._spec is not None
 
     async def run(self) -> None:
-        """Serve until told to stop; leaves no process, socket or shared-memory file.
+        """Serve until told to stop; leaves no process, socket or shared-memory file (but see `detach`).
 
-        Raises ProtectionError (refused, or controller lost while embedded) and UsageError.
+        Raises ProtectionError (refused, or the controller stayed away) and UsageError.
         """
         try:
+            self._take_over()
             cleanup.remove_stale()
             self._config.run_dir.mkdir(parents=True, exist_ok=True)
-            self._socket_dir = cleanup.make_socket_dir()
+            if self._socket_dir is None:
+                self._socket_dir = cleanup.make_socket_dir()
             self._socket = WorkerSocket(
-                self._socket_dir / "agent.sock", self._config.token, self._desk, self._store
+                self._socket_dir / SOCKET_NAME, self._config.token, self._desk, self._store
             )
             await self._socket.open()
             await self._peers.open()
+            self._succession.remember(at_once=True)  # where the peers find it
+            self._detached = False
             self._spawn(self._controller.run())
             self._spawn(self._vitals.run())
             self._spawn(self._witness.log_times.run())
-            if self._config.embedded:
-                self._spawn(self._end_without_controller())
+            config = self._config
+            limit_s = config.controller_timeout_s if config.embedded else config.isolation_timeout_s
+            self._spawn(self._controller.miss(limit_s))
             await self._over.wait()
         finally:
             await self._leave()
         if self._failure is not None:
             raise self._failure
+
+    def detach(self) -> None:
+        """Leave, and the workers to the agent that comes next (an upgrade); they wait for it while they train."""
+        assert not self._config.embedded, "workers of an embedded agent end with its process"
+        self._detached = True
+        self._over.set()
+
+    # ---- the agent before this one --------------------------------------------------------------------
+
+    def _take_over(self) -> None:
+        """Adopt what a dead agent of this node and run has left, if there was one. Raises UsageError."""
+        self._detached = True  # should it fail, the workers wait for the next attempt
+        found = self._succession.take_over()
+        self._detached = found is not None
+        if found is None:
+            return
+        self._page_dir, self._socket_dir = found.page_dir, found.socket.parent
+        self._peers.prefer(found.peer)
+        self._begin(found.spec)
+        self._store.announce(self._announcements.generation or 0)
+        for worker in self._workers.living():
+            self._shown.adopt(worker)
+
+    def _begin(self, spec: JobSpec) -> None:
+        """The job is known, and there is a place for its pages. Raises OSError, ValueError."""
+        assert self._page_dir is not None and self._socket_dir is not None
+        self._succession.begin(spec, self._page_dir, self._socket_dir / SOCKET_NAME)
+        config = self._config
+        self._spec = self._desk.spec = spec
+        self._peers.world_size = spec.world_size
+        self._witness.redactor.learn(spec.env)
+        console = self._shown.open(spec, config.run_dir.absolute())
+        if console is not None:
+            self._spawn(console.run())
+        if config.embedded:
+            self._guardian = Guardian(self._page_dir, self._socket_dir)
 
     # ---- the controller's side ------------------------------------------------------------------------
 
@@ -166,43 +207,30 @@ class Agent:
             workers=tuple(worker.number for worker in self._workers.living()),
             labels=self._config.labels,
             peer=self._peers.address,
+            exited=self._workers.exited(),
+            finished=self._workers.finished(),
         )
 
     def _welcomed(self, welcome: AgentWelcome) -> None:
-        # A large cluster wants to hear of each node less often: progress keeps to the same pace.
-        self._vitals.progress_s = max(PROGRESS_INTERVAL_S, welcome.heartbeat_s)
-        if self._spec is not None:
-            if welcome.job != self._spec.job:
-                raise WireError(
-                    f"this agent serves job {self._spec.job}, the controller speaks of {welcome.job}"
-                )
+        self._vitals.keep_pace(welcome.heartbeat_s)
+        if self._spec is None:
+            self._settle(welcome.spec)
             return
-        spec = welcome.spec
+        if welcome.job != self._spec.job:
+            raise WireError(f"this agent serves job {self._spec.job}, the controller speaks of {welcome.job}")
+        for event in self._said.again(self._announcements.generation):
+            self._controller.send(event)
+
+    def _settle(self, spec: JobSpec) -> None:
+        """The first word of the controller: for which job workers are to be started here."""
         config = self._config
-        orphan_s = config.orphan_timeout_s
-        if orphan_s is None:
-            orphan_s = EMBEDDED_ORPHAN_TIMEOUT_S if config.embedded else spec.orphan_timeout_s
-        record_bytes = config.record_bytes or spec.record_bytes
-        if not 0 < record_bytes <= MAX_FRAME_BYTES // 2:
-            raise WireError(f"records of {record_bytes} bytes do not fit into a message")
+        spec = config.settle(spec)
         try:
             self._page_dir = cleanup.make_page_dir(spec.job, config.node)
+            self._begin(spec)
+            self._say(f"{config.node} takes part in job {spec.job} of {spec.world_size} ranks", "info")
         except (OSError, ValueError) as error:
             self._fail(UsageError(f"no place for the workers' shared memory: {error}"))
-            return
-        ack_s = spec.record_ack_s if config.record_ack_s is None else config.record_ack_s
-        spec = replace(spec, working_dir=config.working_dir or spec.working_dir)
-        self._spec = replace(spec, record_bytes=record_bytes, orphan_timeout_s=orphan_s, record_ack_s=ack_s)
-        self._peers.world_size = spec.world_size
-        self._say(f"{config.node} takes part in job {spec.job} of {spec.world_size} ranks", "info")
-        self._desk.spec = self._spec
-        self._witness.redactor.learn(spec.env)
-        if config.console is not None:
-            self._console = Console(config.console, config.run_dir.absolute(), spec.tee, spec.redirects)
-            self._spawn(self._console.run())
-        if config.embedded:
-            assert self._socket_dir is not None
-            self._guardian = Guardian(self._page_dir, self._socket_dir)
 
     def _carry_out(self, action: Any) -> None:
         match action:
@@ -211,8 +239,8 @@ class Agent:
                     self._start(action)
             case StandBy():
                 self._announcements.stand_by(action)
-                if self._console is not None:
-                    self._console.hide(action.worker)
+                self._succession.remember()
+                self._shown.hide(action.worker)
                 self._tell(action.worker, action)
             case CheckSpare():
                 self._tell(action.worker, action)
@@ -222,6 +250,7 @@ class Agent:
                 for number in action.workers:
                     self._announcements.release(number)
                     self._tell(number, action)
+                self._succession.remember()
             case KillWorker():
                 worker = self._workers.get(action.worker)
                 if worker is not None and worker.alive:
@@ -230,6 +259,8 @@ class Agent:
                 self._peers.probe(action, self._controller.send)
             case Ask():
                 self._spawn(self._answer(action))
+            case AgentWelcome():
+                self._vitals.keep_pace(action.heartbeat_s)
             case Stop():
                 self.ended = action
                 self._stop(action.hard)
@@ -249,8 +280,8 @@ class Agent:
             self._controller.send(WorkerExited(worker=action.worker, status=CANNOT_RUN_STATUS))
             return
         self._say(f"worker {action.worker} started on slot {action.slot}: {action.reason}", "info")
-        if self._console is not None:
-            self._console.follow(action.worker, action.slot)
+        self._succession.remember(at_once=True)
+        self._shown.follow(action.worker, action.slot)
 
     def _announce(self, announce: Announce) -> None:
         self._witness.announced(announce)
@@ -260,11 +291,11 @@ class Agent:
         self._peers.announce(announce)
         for worker in self._workers.living():
             news = self._announcements.news_for(worker.number)
-            if self._console is not None:
-                self._show(self._console, worker.number, announce)
+            self._shown.announced(worker.number, announce)
             if worker.link is not None and news is not None:
                 worker.link.send(news)
         self._workers.drop_superseded()
+        self._succession.remember()
 
     async def _kill(self, worker: Worker, action: KillWorker) -> None:
         await self._suspects.settled(worker.number)
@@ -272,18 +303,14 @@ class Agent:
         if not await worker.process.end(action.grace_s):
             log.error("worker %s does not end, not even by SIGKILL: it hangs in the kernel", worker.number)
 
-    def _show(self, console: Console, worker: int, announce: Announce) -> None:
-        """Before a worker hears of a generation: what it wrote so far belongs to the one before."""
-        generation = announce.generation
-        if worker in generation.members:
-            rank = generation.rank_of(worker)
-            console.promoted(worker, rank, generation.number, fresh=generation.fresh)
-        elif self._announcements.fenced(worker) is not None:
-            console.hide(worker)
+    def _report(self, event: Event) -> None:
+        """What a worker said: on to the controller, and again should that have been lost."""
+        self._said.note(event)
+        self._controller.send(event)
 
     def _greeted(self, worker: int) -> None:
-        if self._console is not None:
-            self._console.greeted(worker)
+        self._succession.remember()
+        self._shown.greeted(worker)
 
     def _tell(self, number: int, message: object) -> None:
         worker = self._workers.get(number)
@@ -299,26 +326,15 @@ class Agent:
         self._controller.send(event)
         self._witness.ended(worker.number, event.status)
         self._say(f"worker {worker.number} {say_status(event.status, event.oom_killed)}", "info")
+        self._said.ended(worker.number)
+        self._succession.remember()
         # First the news, then the last lines; the end of the job cannot overtake them: it comes back through
         # this loop.
         failed = event.status != 0 and not self._stopping
-        if self._console is not None:
-            self._console.ended(worker.number, failed=failed)
-        known = self._announcements
-        expected = (
-            worker.killed_on_purpose
-            or known.released(worker.number)
-            or known.fenced(worker.number) is not None
-        )
+        self._shown.ended(worker.number, failed=failed)
+        expected = worker.killed_on_purpose or self._announcements.may_end(worker.number)
         if failed and not expected:
-            self._notes.add(self._spawn(self._note_death(worker, event)))
-
-    async def _note_death(self, worker: Worker, event: WorkerExited) -> None:
-        await asyncio.sleep(NOTE_DELAY_S)  # recovery first; the files do not run away
-        try:
-            self._evidence.of_dead(worker, event)
-        except OSError as error:
-            log.error("no evidence about worker %s could be kept: %s", worker.number, error)
+            self._notes.add(self._spawn(self._witness.note_death(worker, event)))
 
     # ---- the end --------------------------------------------------------------------------------------
 
@@ -330,39 +346,25 @@ class Agent:
 
     def _stop(self, hard: bool) -> None:
         if hard:
-            for worker in self._workers.living():
-                worker.process.kill()
+            self._workers.kill_all()
         if self._stopping is None:
             self._stopping = self._spawn(self._end_all(0.0 if hard else self._config.stop_grace_s))
 
     async def _end_all(self, grace_s: float) -> None:
-        await asyncio.gather(*(worker.process.end(grace_s) for worker in self._workers.living()))
+        await self._workers.end_all(grace_s)
         await self._controller.flush(FLUSH_TIMEOUT_S)
         self._over.set()
-
-    async def _end_without_controller(self) -> None:
-        while True:
-            await asyncio.sleep(WATCH_INTERVAL_S)
-            lost_since_s = self._controller.lost_since_s
-            if (
-                lost_since_s is not None
-                and time.monotonic() - lost_since_s > self._config.controller_timeout_s
-            ):
-                self._fail(
-                    ProtectionError(f"the controller was gone for {self._config.controller_timeout_s:g} s")
-                )
-                return
 
     def _fail(self, error: Exception) -> None:
         self._failure = self._failure or error
         self._over.set()
 
     async def _leave(self) -> None:
-        for worker in self._workers.living():
-            worker.process.kill()
-        await asyncio.gather(*(worker.process.end() for worker in self._workers.living()))
-        if self._notes:
-            await asyncio.wait(self._notes, timeout=NOTES_TIMEOUT_S)
+        if not self._detached:
+            self._workers.kill_all()
+            await self._workers.end_all()
+            if self._notes:
+                await asyncio.wait(self._notes, timeout=NOTES_TIMEOUT_S)
         self._suspects.close()
         tasks = list(self._tasks)
         for task in tasks:
@@ -371,16 +373,19 @@ class Agent:
         await self._peers.close()
         if self._socket is not None:
             await self._socket.close()
-        await asyncio.to_thread(self._tidy)
+        if self._detached:
+            self._workers.release()
+        else:
+            await asyncio.to_thread(self._tidy)
+        self._succession.close()
 
     def _tidy(self) -> None:
         if self._page_dir is not None:
-            if not cleanup.end_users_of(self._page_dir):
-                log.error("processes of this job could not be ended: %s", cleanup.users_of(self._page_dir))
+            cleanup.end_users_of(self._page_dir)
             self._workers.close()
-            cleanup.remove(self._page_dir)
-        if self._socket_dir is not None:
-            cleanup.remove(self._socket_dir)
+        for folder in (self._page_dir, self._socket_dir):
+            if folder is not None:
+                cleanup.remove(folder)
         if self._guardian is not None:
             self._guardian.dismiss()
 

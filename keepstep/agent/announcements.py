@@ -5,7 +5,10 @@ Values only; it sends nothing. Fencing is derived: once a member and no longer o
 
 from __future__ import annotations
 
+from typing import Any
+
 from keepstep.core.actions import Announce, Release, StandBy
+from keepstep.wire.codec import as_json, from_json
 from keepstep.wire.messages import Fenced
 
 
@@ -49,6 +52,10 @@ class Announcements:
 
     def released(self, worker: int) -> bool:
         return worker in self._released
+
+    def may_end(self, worker: int) -> bool:
+        """Whether its end is nothing to wonder about: released, or fenced."""
+        return worker in self._released or self.fenced(worker) is not None
 
     def standing_by(self, worker: int) -> bool:
         """Whether it is a spare: told so, and not promoted since."""
@@ -104,3 +111,30 @@ class Announcements:
         """A dead worker's page is gone: it no longer counts as a player."""
         for workers in self._players.values():
             workers.pop(worker, None)
+
+    # ---- for the agent after this one -----------------------------------------------------------
+
+    def to_state(self) -> dict[str, Any]:
+        """All of it as plain JSON values."""
+        return {
+            "newest": None if self.newest is None else as_json(self.newest),
+            "fresh_since": self.fresh_since,
+            "standing_by": [as_json(action) for action in self._standing_by.values()],
+            "released": sorted(self._released),
+            "member_since": list(self._member_since.items()),
+            "players": [[rank, list(workers.items())] for rank, workers in self._players.items()],
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Become what `to_state` described. Raises ValueError, KeyError, TypeError or WireError for anything else."""
+        newest = None if state["newest"] is None else from_json(state["newest"])
+        if newest is not None and not isinstance(newest, Announce):
+            raise ValueError("the newest generation is no announcement")
+        self.newest = newest
+        self.fresh_since = int(state["fresh_since"])
+        self._standing_by = {action.worker: action for action in map(from_json, state["standing_by"])}
+        self._released = set(state["released"])
+        self._member_since = {int(worker): int(since) for worker, since in state["member_since"]}
+        self._players = {
+            int(rank): {int(w): int(g) for w, g in players} for rank, players in state["players"]
+        }

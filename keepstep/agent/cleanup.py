@@ -7,12 +7,14 @@ that a later agent can tell leftovers of a dead one from a job that runs. It kno
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import shutil
 import signal
 import tempfile
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 from keepstep.agent import procfs
@@ -23,7 +25,10 @@ SOCKETS = Path("/tmp")
 PREFIX = "keepstep-"
 SWEEP_DEADLINE_S = 3.0
 
-_OWNER = "owner"
+log = logging.getLogger(__name__)
+
+OWNER = "owner"
+_PAGES = "pages"
 _JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -40,15 +45,28 @@ def make_page_dir(job: str, node: str) -> Path:
         folder.mkdir(mode=0o700)
     except FileExistsError:
         raise ValueError(f"job {job} has an agent for {node} on this machine already ({folder})") from None
-    _own(folder)
+    own(folder)
     return folder
 
 
 def make_socket_dir() -> Path:
     """A fresh folder for the socket, 0700, with a short path."""
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=SOCKETS))
-    _own(folder)
+    own(folder)
     return folder
+
+
+def remake_socket_dir(folder: Path) -> None:
+    """The same folder again: the workers of a dead agent know no other path. Raises OSError."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if not is_mine(folder):
+        raise PermissionError(f"{folder} belongs to somebody else")
+    own(folder)
+
+
+def belongs_to(socket_dir: Path, page_dir: Path) -> None:
+    """Note for whose workers a socket is: while they live it is kept for the agent that comes next."""
+    (socket_dir / _PAGES).write_text(str(page_dir))
 
 
 def remove(folder: Path) -> None:
@@ -72,6 +90,7 @@ def end_users_of(page_dir: Path) -> bool:
     deadline = time.monotonic() + SWEEP_DEADLINE_S
     while found := users_of(page_dir):
         if time.monotonic() > deadline:
+            log.error("processes could not be ended, they hang in the kernel: %s", found)
             return False
         for pid in found:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -80,25 +99,48 @@ def end_users_of(page_dir: Path) -> bool:
     return True
 
 
+def end_strangers(page_dir: Path, living: Collection[int]) -> int:
+    """SIGKILL to all that belong to no living worker of this folder. Returns how many there were."""
+    found = [
+        pid
+        for pid in users_of(page_dir)
+        if procfs.environment(pid).get("KEEPSTEP_WORKER", "") not in map(str, living)
+    ]
+    for pid in found:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+    return len(found)
+
+
 def remove_stale() -> list[Path]:
     """Remove what agents left behind that died without a chance to tidy up. Returns what was removed.
 
-    A folder whose workers still live stays: they end themselves when their agent does not come back.
+    Folders whose workers still live stay, the socket's too: a restarted agent adopts those workers, and when
+    none comes they end themselves.
     """
     removed = []
-    candidates = [*SHARED_MEMORY.glob(f"{PREFIX}*/*/{_OWNER}"), *SOCKETS.glob(f"{PREFIX}*/{_OWNER}")]
+    candidates = [*SHARED_MEMORY.glob(f"{PREFIX}*/*/{OWNER}"), *SOCKETS.glob(f"{PREFIX}*/{OWNER}")]
     for owner in candidates:
         folder = owner.parent
-        if _is_mine(folder) and not _owner_lives(owner) and not users_of(folder):
+        if is_mine(folder) and not _owner_lives(owner) and not users_of(_pages_of(folder)):
             remove(folder)
             removed.append(folder)
     return removed
 
 
-def _own(folder: Path) -> None:
+def own(folder: Path) -> None:
+    """Write down that this process answers for the folder."""
     found = procfs.stat(os.getpid())
     started = 0 if found is None else found.started
-    (folder / _OWNER).write_text(f"{os.getpid()} {started} {_pid_namespace()}\n")
+    (folder / OWNER).write_text(f"{os.getpid()} {started} {_pid_namespace()}\n")
+
+
+def _pages_of(folder: Path) -> Path:
+    """The folder of pages that another one goes with: its own, or what the socket's folder says."""
+    try:
+        return Path((folder / _PAGES).read_text())
+    except OSError:
+        return folder
 
 
 def _pid_namespace() -> str:
@@ -109,7 +151,8 @@ def _pid_namespace() -> str:
         return "unknown"
 
 
-def _is_mine(folder: Path) -> bool:
+def is_mine(folder: Path) -> bool:
+    """Whether a folder belongs to this user and is no link to somewhere else."""
     try:
         status = folder.lstat()
     except OSError:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import ssl
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from keepstep.core.agent import VitalsConfig
-from keepstep.errors import UsageError
+from keepstep.errors import UsageError, WireError
 from keepstep.wire.framing import MAX_FRAME_BYTES
+from keepstep.wire.messages import JobSpec
 from keepstep.wire.tls import TlsFiles
+
+EMBEDDED_ORPHAN_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +37,8 @@ class AgentConfig:
     agent listens for other nodes, 0 takes a free one. `labels`: what placement goes by ("rack", "zone").
     `record_bytes`, `orphan_timeout_s`, `record_ack_s`: None takes the job's own (5 s when embedded).
     `vitals`: when a living worker is given up; None takes the core's own limits.
-    `controller_timeout_s`: an embedded agent without its controller for so long ends everything.
+    `controller_timeout_s`: an embedded agent without its controller for so long ends everything;
+    `isolation_timeout_s`: one in a process of its own, whose controller may be restarted or cut off.
     `working_dir`: where workers start; None takes the job's own. `tls`: None for plain connections. `say(text, level)`: one line for people.
     """
 
@@ -52,6 +56,7 @@ class AgentConfig:
     orphan_timeout_s: float | None = None
     record_ack_s: float | None = None
     controller_timeout_s: float = 5.0
+    isolation_timeout_s: float = 600.0
     stop_grace_s: float = 5.0
     vitals: VitalsConfig | None = None
     working_dir: str | None = None
@@ -67,6 +72,22 @@ class AgentConfig:
     def peer_client_tls(self) -> ssl.SSLContext | None:
         """For the connections to other nodes: they are known by address and token, not by name."""
         return None if self.tls is None else self.tls.client()
+
+    def settle(self, spec: JobSpec) -> JobSpec:
+        """The job's description with what is different on this node. Raises WireError."""
+        orphan_s = self.orphan_timeout_s
+        if orphan_s is None:
+            orphan_s = EMBEDDED_ORPHAN_TIMEOUT_S if self.embedded else spec.orphan_timeout_s
+        record_bytes = self.record_bytes or spec.record_bytes
+        if not 0 < record_bytes <= MAX_FRAME_BYTES // 2:
+            raise WireError(f"records of {record_bytes} bytes do not fit into a message")
+        return replace(
+            spec,
+            record_bytes=record_bytes,
+            orphan_timeout_s=orphan_s,
+            record_ack_s=spec.record_ack_s if self.record_ack_s is None else self.record_ack_s,
+            working_dir=self.working_dir or spec.working_dir,
+        )
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.controller_url)
@@ -90,7 +111,13 @@ class AgentConfig:
         # A record travels as base64 in one frame.
         if self.record_bytes is not None and not 0 < self.record_bytes <= MAX_FRAME_BYTES // 2:
             raise UsageError(f"record size must be between 1 and {MAX_FRAME_BYTES // 2} bytes")
-        for name in ("orphan_timeout_s", "record_ack_s", "controller_timeout_s", "stop_grace_s"):
+        for name in (
+            "orphan_timeout_s",
+            "record_ack_s",
+            "controller_timeout_s",
+            "isolation_timeout_s",
+            "stop_grace_s",
+        ):
             seconds = getattr(self, name)
             if seconds is not None and seconds < 0:
                 raise UsageError(f"{name} must not be negative, not {seconds}")

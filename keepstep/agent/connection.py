@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import random
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,17 +21,20 @@ from keepstep.core.events import Event
 from keepstep.errors import ProtectionError, WireError
 from keepstep.wire.codec import decode, encode
 from keepstep.wire.framing import MAX_FRAME_BYTES
-from keepstep.wire.messages import AgentHello, AgentWelcome, Answer
+from keepstep.wire.messages import AgentHello, AgentWelcome, Answer, Heartbeat
 from keepstep.wire.tls import TlsFiles, explain
 
 CONNECT_TIMEOUT_S = 5.0
 FIRST_BACKOFF_S = 0.05
 LAST_BACKOFF_S = 2.0
+WATCH_INTERVAL_S = 0.25
 PING_INTERVAL_S = 5.0
 PING_TIMEOUT_S = 15.0
 LEFT_IN_ORDER = 4001  # said by an agent that will not come back
 # Close codes by which a controller refuses an agent for good: policy violation, and the private range.
 _REFUSAL_CODES = (1008, *range(4000, 5000))
+# Of those, what a stranger would say that listens where our controller was: another token, another protocol.
+_STRANGERS_CODES = (1008, 4400, 4401)
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +43,7 @@ class ControllerConnection:
     """Keeps one connection alive until cancelled.
 
     `on_welcome` runs at each (re)connection, before the first action; `on_action` for each message.
+    `patient()`: there are workers to look after, so a stranger in the controller's place is no reason to end.
     `lost_since_s`: when the controller was last there (monotonic clock); None while connected.
     """
 
@@ -51,6 +56,7 @@ class ControllerConnection:
         *,
         tls: TlsFiles | None = None,
         say: Callable[[str, str], None] | None = None,
+        patient: Callable[[], bool] = lambda: False,
     ) -> None:
         self._tls = tls
         self._say = say or (lambda text, level: None)
@@ -62,6 +68,9 @@ class ControllerConnection:
         self._hello = hello
         self._on_welcome = on_welcome
         self._on_action = on_action
+        self._patient = patient
+        self._heartbeat_s = 1.0
+        self._node = ""
         self._outbox = Outbox()
         self._backoff_s = FIRST_BACKOFF_S
         self._idle = asyncio.Event()
@@ -92,6 +101,12 @@ class ControllerConnection:
             await asyncio.wait_for(self._idle.wait(), timeout_s)
         return not len(self._outbox)
 
+    async def miss(self, limit_s: float) -> None:
+        """Raises ProtectionError when the controller has been away for `limit_s` seconds."""
+        while self.lost_since_s is None or time.monotonic() - self.lost_since_s <= limit_s:
+            await asyncio.sleep(WATCH_INTERVAL_S)
+        raise ProtectionError(f"the controller was gone for {limit_s:g} s")
+
     async def run(self) -> None:
         """Connect, talk, connect again, until `leave`. Raises ProtectionError when refused for good."""
         while self._leaving is None:
@@ -111,7 +126,8 @@ class ControllerConnection:
                 self._say(
                     "the controller is away: training goes on, what happens waits for its return", "warning"
                 )
-            await asyncio.sleep(self._backoff_s)
+            # Not all of them at the same moment, when a controller comes back.
+            await asyncio.sleep(self._backoff_s * random.uniform(0.8, 1.2))
             self._backoff_s = min(2 * self._backoff_s, LAST_BACKOFF_S)
 
     async def _talk(self) -> None:
@@ -126,44 +142,68 @@ class ControllerConnection:
             close_timeout=1,
             ssl=self._tls.client(by_name=True) if self._tls is not None else None,
         ) as socket:
-            self._on_welcome(await self._greet(socket))
+            welcome = await self._greet(socket)
+            self._heartbeat_s = welcome.heartbeat_s
+            self._on_welcome(welcome)
             if self._trouble or self._welcomed_before:
                 self._say("the controller is back", "info")
             self._trouble, self._welcomed_before = "", True
             self._socket, self.lost_since_s = socket, None
             self._backoff_s = FIRST_BACKOFF_S
-            sender = asyncio.create_task(self._send_all(socket))
+            speakers = [
+                asyncio.create_task(self._send_all(socket)),
+                asyncio.create_task(self._beat(socket)),
+            ]
             try:
                 async for data in socket:
-                    self._on_action(_decoded(data))
+                    message = _decoded(data)
+                    if isinstance(message, AgentWelcome):  # there are more agents now: speak less often
+                        self._heartbeat_s = message.heartbeat_s
+                    self._on_action(message)
             except asyncio.CancelledError:
                 await socket.close()  # the agent leaves: a farewell, not the 1011 of a failure
                 raise
             finally:
-                sender.cancel()
-                with contextlib.suppress(asyncio.CancelledError, ConnectionClosed):
-                    await sender
+                for speaker in speakers:
+                    speaker.cancel()
+                    with contextlib.suppress(asyncio.CancelledError, ConnectionClosed):
+                        await speaker
 
     def _tell_trouble(self, error: Exception) -> None:
         """Each new reason once: an expired certificate is worth a line, the tenth refused connection is not."""
         log.debug("no connection to the controller: %s", error)
         trouble = explain(error, "the controller") if isinstance(error, OSError) else None
-        if trouble is not None and trouble != self._trouble:
+        if trouble is not None:
+            self._say_once(trouble)
+
+    def _say_once(self, trouble: str) -> None:
+        if trouble != self._trouble:
             self._say(trouble, "error")
             self._trouble = trouble
 
     async def _greet(self, socket: ClientConnection) -> AgentWelcome:
         try:
-            await socket.send(encode(self._hello()))
+            hello = self._hello()
+            self._node = hello.node
+            await socket.send(encode(hello))
             welcome = _decoded(await asyncio.wait_for(socket.recv(), CONNECT_TIMEOUT_S))
         except ConnectionClosed as error:
             if error.rcvd is not None and error.rcvd.code in _REFUSAL_CODES:
                 reason = error.rcvd.reason or f"code {error.rcvd.code}"
+                if error.rcvd.code in _STRANGERS_CODES and self._patient():
+                    self._say_once(f"whoever answers at {self._url} is not this job's controller: {reason}")
+                    raise
                 raise ProtectionError(f"the controller refused this agent: {reason}") from None
             raise
         if not isinstance(welcome, AgentWelcome):
             raise WireError(f"the controller answered {type(welcome).__name__} to the agent's hello")
         return welcome
+
+    async def _beat(self, socket: ClientConnection) -> None:
+        """Say that this agent is there, whatever else waits to be sent."""
+        while True:
+            await asyncio.sleep(self._heartbeat_s)
+            await socket.send(encode(Heartbeat(node=self._node, sent_ns=time.time_ns())))
 
     async def _send_all(self, socket: ClientConnection) -> None:
         while True:

@@ -159,9 +159,12 @@ class Console:
             await asyncio.sleep(POLL_INTERVAL_S)
             self.turn()
 
-    def follow(self, worker: int, slot: int) -> None:
-        """A worker starts; its output is held until its part is known."""
+    def follow(self, worker: int, slot: int, *, from_now: bool = False) -> None:
+        """A worker starts; its output is held until its part is known. `from_now`: it runs already."""
         tails = {stream: _Tail(log_path(self._run_dir, worker, stream)) for stream in STREAMS}
+        if from_now:
+            for tail in tails.values():
+                tail.skip()
         self._followed[worker] = _Followed(worker, slot, tails)
 
     def greeted(self, worker: int) -> None:

@@ -79,7 +79,7 @@ class Desk:
             return f"process {pid} does not belong to worker {hello.worker}"
         if hello.role == "store":
             return self._announcements.fenced(hello.worker)
-        if worker.link is not None:
+        if worker.link is not None and worker.link.pid != pid:
             return f"worker {hello.worker} is connected already"
         return None
 
@@ -87,6 +87,8 @@ class Desk:
         """Welcome it, and tell it what it missed."""
         worker, spec = self._workers.get(link.worker), self.spec
         assert worker is not None and spec is not None
+        if worker.link is not None:
+            worker.link.close()  # the same process says Hello again: its older connection is dead
         worker.link, worker.python_pid = link, link.pid
         self._greeted(link.worker)
         link.send(

@@ -127,8 +127,10 @@ def tail_of_lines(path: Path, limit: int) -> bytes:
     return data.partition(b"\n")[2] if len(data) == limit else data
 
 
-def describe_status(status: int) -> str:
+def describe_status(status: int | None) -> str:
     """An exit status in words: "exit code 1", "SIGKILL"."""
+    if status is None:
+        return "unknown (its agent was away)"
     if status >= 0:
         return f"exit code {status}"
     try:

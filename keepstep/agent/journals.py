@@ -7,9 +7,12 @@ another one. It does not know what a journal says.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import os
 import ssl
 from dataclasses import dataclass
+from pathlib import Path
 
 from keepstep.agent.announcements import Announcements
 from keepstep.agent.peer_call import CALL_FAILURES, call
@@ -19,6 +22,7 @@ HAND_OVER_TIMEOUT_S = 5.0
 ATTEMPTS = 5
 FIRST_BACKOFF_S = 0.2
 MAX_JOURNALS = 65_536
+_FILE = "journal-"
 
 log = logging.getLogger(__name__)
 
@@ -43,10 +47,19 @@ class Journals:
         self._kept: dict[int, _Kept] = {}
         self._handed: dict[int, tuple[str, int]] = {}  # rank -> keeper's address, hash of what it was given
         self._changed = asyncio.Event()
+        self._folder: Path | None = None
+
+    def keep_in(self, folder: Path) -> None:
+        """Keep them in this folder too, for the agent after this one; those that lie there are taken up."""
+        for file in folder.glob(f"{_FILE}*"):
+            head, _, data = file.read_bytes().partition(b"\n")
+            self._kept[int(file.name.removeprefix(_FILE))] = _Kept(data, **json.loads(head))
+        self._folder = folder
+        self._changed.set()
 
     def keep(self, rank: int, data: bytes) -> None:
         """A worker of this node tells its rank's journal; the newest replaces the one before."""
-        self._kept[rank] = _Kept(data, self._announcements.fresh_since, own=True)
+        self._put(rank, _Kept(data, self._announcements.fresh_since, own=True))
         self._changed.set()
 
     def adopt(self, rank: int, data: bytes) -> None:
@@ -59,7 +72,7 @@ class Journals:
         if old is not None and (old.own or old.fresh_since > handed.fresh_since):
             return
         if old is not None or len(self._kept) < MAX_JOURNALS:
-            self._kept[handed.rank] = _Kept(handed.data, handed.fresh_since, own=False)
+            self._put(handed.rank, _Kept(handed.data, handed.fresh_since, own=False))
 
     def get(self, rank: int) -> bytes | None:
         """The journal of a rank of this world."""
@@ -75,6 +88,21 @@ class Journals:
     def announced(self) -> None:
         """Who keeps what may have changed."""
         self._changed.set()
+
+    def _put(self, rank: int, kept: _Kept) -> None:
+        if self._kept.get(rank) == kept:
+            return
+        self._kept[rank] = kept
+        if self._folder is None:
+            return
+        draft = self._folder / f".{_FILE}{rank}"
+        head = json.dumps({"fresh_since": kept.fresh_since, "own": kept.own}).encode()
+        try:
+            with open(draft, "wb", opener=_private) as file:
+                file.write(head + b"\n" + kept.data)
+            draft.rename(self._folder / f"{_FILE}{rank}")
+        except OSError as error:
+            log.error("the journal of rank %s will not outlive this agent: %s", rank, error)
 
     async def run(self) -> None:
         """Hand over what the keeper does not have yet, whenever something changes."""
@@ -114,3 +142,7 @@ class Journals:
                 return False
             self._handed[rank] = given
         return True
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CLOEXEC, 0o600)

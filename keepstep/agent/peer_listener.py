@@ -7,12 +7,13 @@ What an authenticated peer may do is decided elsewhere (`Service`). TLS, where w
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 import ssl
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from keepstep.errors import UsageError, WireError
 from keepstep.wire import handshake
@@ -72,6 +73,7 @@ class PeerListener:
         self.service = service
         self.connections: set[PeerConnection] = set()
         self.strangers = 0
+        self.preferred_port = 0  # when any port would do
         self._host = host
         self._port = port
         self._tls = tls
@@ -87,7 +89,7 @@ class PeerListener:
             sock = socket.socket(family, kind, protocol)
             try:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                sock.bind(local)
+                self._bind(sock, local)
                 sock.setblocking(False)
                 host, port = sock.getsockname()[:2]
                 self.address = format_address(host, port)
@@ -103,6 +105,13 @@ class PeerListener:
                 f"this agent cannot listen on {where} for other nodes ({error.strerror or error}): "
                 "advertise an address of this machine that they reach"
             ) from None
+
+    def _bind(self, sock: socket.socket, local: tuple[Any, ...]) -> None:
+        if self._port == 0 and self.preferred_port:
+            with contextlib.suppress(OSError):  # somebody else has it by now
+                sock.bind((local[0], self.preferred_port, *local[2:]))
+                return
+        sock.bind(local)
 
     def close(self) -> None:
         """Cut every connection; the port is free afterwards."""

@@ -8,6 +8,7 @@ bound to the advertised address; who is who is proved by the job's token (`keeps
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -25,6 +26,7 @@ from keepstep.agent.store import GenerationStore
 from keepstep.core.actions import Announce, Probe
 from keepstep.core.events import ProbeAnswered
 from keepstep.errors import WireError
+from keepstep.wire.address import parse_address
 from keepstep.wire.messages import Fetch, Fetched, PeerFetch, PeerFetched, PeerHello, PeerJournal
 from keepstep.wire.page import Page
 
@@ -72,6 +74,11 @@ class Peers:
     def address(self) -> str:
         """Where other nodes reach this agent."""
         return self._listener.address
+
+    def prefer(self, address: str) -> None:
+        """Where the agent before this one listened: others still look there."""
+        with contextlib.suppress(ValueError):
+            self._listener.preferred_port = parse_address(address)[1]
 
     async def open(self) -> None:
         """Listen. Raises UsageError."""

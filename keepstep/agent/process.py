@@ -1,6 +1,7 @@
-"""One process that the agent started: own session, watched by pidfd, ended together with its group.
+"""One process in a session of its own, watched by pidfd, ended together with its group.
 
-It does not know workers, ranks or messages.
+Either this agent started it, or an earlier one did and this one adopted it: then it is nobody's child
+here, and with which status it ended the kernel does not tell. It does not know workers, ranks or messages.
 """
 
 from __future__ import annotations
@@ -21,19 +22,26 @@ STOPPED_CHECK_S = 0.1
 
 
 class Process:
-    """A running leader of a process group. Make one by `start`, in the loop's own thread.
+    """A leader of a process group. Make one by `start`, `adopt` or `past`, in the loop's own thread.
 
-    `status`: None while it runs; then the exit code, or minus the signal's number.
+    `status`: the exit code, or minus the signal's number; None while it runs, or when nobody knows.
+    `started`: when, in ticks since boot: with the pid it names the process for good.
     """
 
-    def __init__(self, child: subprocess.Popen[bytes], on_exit: Callable[[int], None]) -> None:
-        self.pid = child.pid
+    def __init__(
+        self,
+        pid: int,
+        started: int,
+        on_exit: Callable[[], None],
+        child: subprocess.Popen[bytes] | None = None,
+    ) -> None:
+        self.pid = pid
+        self.started = started
         self.status: int | None = None
         self._child = child
         self._on_exit = on_exit
         self._ended = asyncio.Event()
-        self._pidfd = os.pidfd_open(child.pid)
-        asyncio.get_running_loop().add_reader(self._pidfd, self._reap)
+        self._pidfd = -1
 
     @classmethod
     def start(
@@ -44,9 +52,9 @@ class Process:
         directory: str | None,
         stdout: int,
         stderr: int,
-        on_exit: Callable[[int], None],
+        on_exit: Callable[[], None],
     ) -> Process:
-        """Start it. `on_exit(status)` runs in the loop as soon as it ended. Raises OSError."""
+        """Start it. `on_exit()` runs in the loop as soon as it ended. Raises OSError."""
         child = subprocess.Popen(
             command,
             env=environment,
@@ -56,11 +64,40 @@ class Process:
             stderr=stderr,
             start_new_session=True,  # no terminal, no Ctrl-C of the launcher, a group of its own
         )
-        return cls(child, on_exit)
+        found = procfs.stat(child.pid)
+        process = cls(child.pid, 0 if found is None else found.started, on_exit, child)
+        process._watch(os.pidfd_open(child.pid))
+        return process
+
+    @classmethod
+    def adopt(cls, pid: int, started: int, on_exit: Callable[[], None]) -> Process | None:
+        """Watch a process that an earlier agent started; None when it has ended.
+
+        `on_exit()` runs in the loop as soon as it ends.
+        """
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError:
+            return None
+        # Looked at with the pidfd in hand: the number cannot change its owner in between.
+        if not _is_leader(pid, started):
+            os.close(pidfd)
+            return None
+        process = cls(pid, started, on_exit)
+        process._watch(pidfd)
+        return process
+
+    @classmethod
+    def past(cls, pid: int, started: int, status: int | None) -> Process:
+        """One that ended while nobody watched; what is left of its group is the caller's affair."""
+        process = cls(pid, started, lambda: None)
+        process.status = status
+        process._ended.set()
+        return process
 
     @property
     def alive(self) -> bool:
-        return self.status is None
+        return not self._ended.is_set()
 
     def owns(self, pid: int) -> bool:
         """Whether `pid` is this process or one of its group."""
@@ -75,10 +112,16 @@ class Process:
 
     def kill(self) -> None:
         """SIGKILL to the whole group; a stopped process ends as well. Idempotent."""
-        # Until the leader is reaped its number cannot be given to a stranger's group.
-        if self.alive:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)
+        if not self.alive:
+            return
+        if self._child is None:
+            self.send(signal.SIGKILL)
+            found = procfs.stat(self.pid)
+            if found is not None and found.started != self.started:
+                return  # reaped by its new parent, and the number given to a stranger
+        # Until a child is reaped (by this agent) its number cannot be given to a stranger's group.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
 
     async def end(self, grace_s: float = 0.0) -> bool:
         """SIGTERM, `grace_s` seconds, SIGKILL of the group. False when even that took too long."""
@@ -100,19 +143,38 @@ class Process:
             return False
         return True
 
+    def release(self) -> None:
+        """Watch it no longer; it lives on."""
+        if self._pidfd >= 0:
+            asyncio.get_running_loop().remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+    def _watch(self, pidfd: int) -> None:
+        self._pidfd = pidfd
+        asyncio.get_running_loop().add_reader(pidfd, self._over)
+
     def _stopped(self) -> bool:
         found = procfs.stat(self.pid)
         return found is not None and found.state in "Tt"
 
-    def _reap(self) -> None:
+    def _over(self) -> None:
         # The group first: a loader's worker holds sockets of the dead and would hide its end from the peers.
         self.kill()
-        result = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED)
-        if result is None:  # not possible without WNOHANG; the loop will call again
-            return
-        asyncio.get_running_loop().remove_reader(self._pidfd)
-        os.close(self._pidfd)
-        self.status = result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
-        self._child.returncode = self.status  # it is reaped: subprocess must not wait for that number again
+        if self._child is not None:
+            result = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED)
+            if result is None:  # not possible without WNOHANG; the loop will call again
+                return
+            self.status = result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+            self._child.returncode = (
+                self.status
+            )  # it is reaped: subprocess must not wait for that number again
+        self.release()
         self._ended.set()
-        self._on_exit(self.status)
+        self._on_exit()
+
+
+def _is_leader(pid: int, started: int) -> bool:
+    """Whether this very process still runs, as the leader of its session."""
+    found = procfs.stat(pid)
+    return found is not None and found.started == started and found.session == pid and found.state not in "ZX"

@@ -53,6 +53,10 @@ class Vitals:
         self._told_published = -1
         self._told_s = 0.0
 
+    def keep_pace(self, heartbeat_s: float) -> None:
+        """A large cluster wants to hear of each node less often: progress keeps to the pace of its heartbeats."""
+        self.progress_s = max(PROGRESS_INTERVAL_S, heartbeat_s)
+
     async def run(self) -> None:
         while True:
             await asyncio.sleep(SAMPLE_INTERVAL_S)

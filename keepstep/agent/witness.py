@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import shutil
 import time
@@ -28,13 +29,17 @@ from keepstep.agent.redact import Redactor
 from keepstep.agent.rings import Rings, for_comparison, in_full, monotonic_offset_s
 from keepstep.agent.workers import Worker, Workers
 from keepstep.core.actions import Announce
+from keepstep.core.events import WorkerExited
 from keepstep.wire.ring import waits_since_ns
 
 # Whoever has been in one collective for longer than this is asked for its stacks.
 LONG_WAIT_S = 0.3
+NOTE_DELAY_S = 0.05
 KEPT_MOMENTS = 4
 LOG_TAIL_BYTES = 16 << 10
 _WAITING_PHASES = frozenset({"GATE", "WAITING"})
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -105,9 +110,17 @@ class Witness:
             self.freeze()
         self.log_times.announced(announce.generation)
 
-    def ended(self, worker: int, status: int) -> None:
+    def ended(self, worker: int, status: int | None) -> None:
         """A worker's process is gone."""
         self.log_times.ended(worker, describe_status(status))
+
+    async def note_death(self, worker: Worker, event: WorkerExited) -> None:
+        """Keep what an unexpected death has left."""
+        await asyncio.sleep(NOTE_DELAY_S)  # recovery first; the files do not run away
+        try:
+            self.evidence.of_dead(worker, event)
+        except OSError as error:
+            log.error("no evidence about worker %s could be kept: %s", worker.number, error)
 
     def freeze(self) -> Moment | None:
         """Copy how the newest generation stands now. Takes well under a millisecond a worker."""

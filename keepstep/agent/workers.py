@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import logging
 import os
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from keepstep.agent.announcements import Announcements
 from keepstep.agent.environment import Place, command_line, worker_environment
 from keepstep.agent.logs import open_logs
+from keepstep.agent.memory import RememberedWorker
 from keepstep.agent.oom import OomWatch
 from keepstep.agent.process import Process
 from keepstep.agent.socket import Link
 from keepstep.core.events import WorkerExited
-from keepstep.errors import UsageError
+from keepstep.errors import UsageError, WireError
 from keepstep.wire.messages import JobSpec
 from keepstep.wire.page import DEFAULT_RECORD_BYTES, Page
 from keepstep.wire.ring import ring_path
@@ -25,6 +30,8 @@ from keepstep.wire.tls import TlsFiles
 # A rank's successor that is this many steps further holds records of its own for every step in question.
 _SUPERSEDED_STEPS = 2
 _KEPT_GENERATIONS = 2
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, slots=True)
@@ -45,6 +52,13 @@ class Worker:
     @property
     def alive(self) -> bool:
         return self.process.alive
+
+    @property
+    def status(self) -> int | None:
+        """How it ended, as the kernel or its own page says; None while it lives, or when nobody knows."""
+        if self.alive or self.process.status is not None:
+            return self.process.status
+        return self.page.exit_status
 
 
 class Workers:
@@ -89,7 +103,7 @@ class Workers:
         """Start a worker's process. Raises UsageError when the command cannot be run, OSError for the rest."""
         if number in self._workers:
             raise UsageError(f"worker {number} was started before: ids are never used again")
-        page_path, stacks = page_dir / f"worker-{number}.page", page_dir / f"worker-{number}.stacks"
+        page_path, stacks = _files(page_dir, number)
         page = Page.create(str(page_path), number, spec.record_bytes or DEFAULT_RECORD_BYTES)
         place = Place(
             worker=number,
@@ -110,6 +124,67 @@ class Workers:
         worker = Worker(number=number, slot=slot, page=page, stacks=stacks, process=process)
         self._workers[number] = worker
         return worker
+
+    def adopt(self, remembered: Iterable[RememberedWorker], page_dir: Path) -> None:
+        """Take over what an earlier agent had started: the living to watch, the dead for what their pages keep."""
+        for known in remembered:
+            number = known.number
+            page_path, stacks = _files(page_dir, number)
+            try:
+                page = Page.open(str(page_path))
+            except (OSError, WireError) as error:
+                log.error("worker %s is not adopted, its page is lost: %s", number, error)
+                continue
+
+            process = None
+            if known.alive:
+                process = Process.adopt(known.pid, known.started, partial(self._ended, number))
+            if process is None:
+                process = Process.past(known.pid, known.started, known.status)
+            self._workers[number] = Worker(
+                number=number,
+                slot=known.slot,
+                page=page,
+                stacks=stacks,
+                process=process,
+                python_pid=known.python_pid if process.alive else None,
+                died_in=None if process.alive else known.died_in or self._announcements.generation or 0,
+            )
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Every worker as the next agent shall find it."""
+        return [
+            asdict(
+                RememberedWorker(
+                    number=worker.number,
+                    slot=worker.slot,
+                    pid=worker.process.pid,
+                    started=worker.process.started,
+                    alive=worker.alive,
+                    status=worker.process.status,
+                    python_pid=worker.python_pid,
+                    died_in=worker.died_in,
+                )
+            )
+            for worker in self._workers.values()
+        ]
+
+    def exited(self) -> dict[int, int]:
+        """How the dead ended, as far as anybody knows."""
+        return {
+            worker.number: worker.status
+            for worker in self._workers.values()
+            if not worker.alive and worker.status is not None
+        }
+
+    def finished(self) -> tuple[int, ...]:
+        """The dead that had passed the last gate of this world."""
+        since = self._announcements.fresh_since
+        return tuple(
+            worker.number
+            for worker in self._workers.values()
+            if not worker.alive and worker.page.finished_step is not None and worker.page.generation >= since
+        )
 
     def published(self) -> int:
         """The newest step that all ranks are known to hold, over every page of this world."""
@@ -135,6 +210,21 @@ class Workers:
                     with contextlib.suppress(FileNotFoundError):
                         path.unlink()
 
+    def kill_all(self) -> None:
+        """SIGKILL to all at once."""
+        for worker in self.living():
+            worker.process.kill()
+
+    async def end_all(self, grace_s: float = 0.0) -> None:
+        """End all and wait for it, with `grace_s` seconds after SIGTERM."""
+        await asyncio.gather(*(worker.process.end(grace_s) for worker in self.living()))
+
+    def release(self) -> None:
+        """Watch nobody any longer; the living go on."""
+        for worker in self._workers.values():
+            worker.process.release()
+        self.close()
+
     def close(self) -> None:
         """Unmap every page; the files go with their folder."""
         for worker in self._workers.values():
@@ -151,7 +241,7 @@ class Workers:
                 directory=spec.working_dir or None,
                 stdout=stdout,
                 stderr=stderr,
-                on_exit=lambda status: self._ended(place.worker, status),
+                on_exit=partial(self._ended, place.worker),
             )
         except (FileNotFoundError, PermissionError, NotADirectoryError) as error:
             raise UsageError(f"cannot run {command[0]!r}: {error.strerror} ({error.filename})") from None
@@ -159,9 +249,10 @@ class Workers:
             os.close(stdout)
             os.close(stderr)
 
-    def _ended(self, number: int, status: int) -> None:
+    def _ended(self, number: int) -> None:
         seen_s = time.monotonic()
         worker = self._workers[number]
+        status = worker.status
         worker.died_in = self._announcements.generation or 0
         event = WorkerExited(
             worker=number,
@@ -169,7 +260,7 @@ class Workers:
             step=worker.page.step,
             published=self.published(),
             first_evidence_s=worker.suspected_since_s or seen_s,
-            oom_killed=status == -9 and self._oom.grew(),
+            oom_killed=status in (-9, None) and self._oom.grew(),
         )
         self._on_exit(worker, event)
 
@@ -183,3 +274,8 @@ class Workers:
             if not any(page is not None and page.step >= wanted for page in later):
                 return False
         return True
+
+
+def _files(page_dir: Path, number: int) -> tuple[Path, Path]:
+    """Page and stacks of a worker."""
+    return page_dir / f"worker-{number}.page", page_dir / f"worker-{number}.stacks"

@@ -110,7 +110,7 @@ class LinkMeasured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerExited:
-    """A worker's process ended. `status` < 0 is a signal, as in subprocess.
+    """A worker's process ended. `status` < 0 is a signal, as in subprocess; None: nobody knows (adopted).
 
     `step`/`published`: read from its page after its death; `published` is the newest step that
     all ranks are known to hold, over every page of that node. `first_evidence_s`: when the first
@@ -118,7 +118,7 @@ class WorkerExited:
     """
 
     worker: int
-    status: int
+    status: int | None
     step: int = 0
     published: int = 0
     first_evidence_s: float | None = None

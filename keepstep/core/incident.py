@@ -56,6 +56,9 @@ class Incident:
     vote_s: float = 0.0
     transfer_s: float = 0.0
     transfer_bytes: int = 0
+    received: set[tuple[int, int]] = field(
+        default_factory=set
+    )  # (generation, worker): told again it counts once
     target: int | None = None
     verdict: str = ""
     steps_lost: int = 0
@@ -82,7 +85,9 @@ class Incident:
 
     def learn_transfer(self, event: StateReceived) -> None:
         self.transfer_s = max(self.transfer_s, event.transfer_s)
-        self.transfer_bytes += event.bytes
+        if (event.generation, event.worker) not in self.received:
+            self.received.add((event.generation, event.worker))
+            self.transfer_bytes += event.bytes
         self.bit_exact = self.bit_exact and event.bit_exact
 
     def close(self, now_s: float, resolution: str | None = None) -> None:

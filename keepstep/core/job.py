@@ -310,7 +310,7 @@ class JobMachine:
         state.finishing = True
         state.persist("note", {"about": "finished", "step": event.step})
         # It passed the last gate, so every rank holds the last step: nobody is needed any more.
-        state.say(f"all {event.step} steps are finished")
+        state.say(f"all {event.step or ''} steps are finished".replace("  ", " "))
         idle = [w.number for w in state.members.useful() if w.number not in state.newest.members]
         others = [number for number in state.newest.members if number != event.worker]
         in_need = others if state.incident is not None or state.complaint is not None else []

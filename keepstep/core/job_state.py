@@ -364,13 +364,14 @@ def exit_code_of(status: int | None) -> int:
 
 
 def say_status(status: int | None, oom_killed: bool = False) -> str:
-    """A process status in words."""
+    """A process status in words; None: nobody was there to see it."""
+    why = " (the kernel ran out of memory)" if oom_killed else ""
     if status is None:
-        return "is gone"
+        return "is gone" + why
     if status >= 0:
         return f"exited with code {status}"
     try:
         name = signal.Signals(-status).name
     except ValueError:
         name = f"signal {-status}"
-    return f"was ended by {name}" + (" (the kernel ran out of memory)" if oom_killed else "")
+    return f"was ended by {name}" + why

@@ -18,6 +18,7 @@ from keepstep.core.observing import UNWOUND_EXIT_CODE
 from keepstep.errors import UsageError
 from keepstep.trainer import blame
 from keepstep.trainer.elastic import Place
+from keepstep.trainer.exit_status import leave_status
 from keepstep.trainer.session import Released
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class Ends:
         sys.excepthook = self._on_exception
         atexit.register(self._on_exit)
         self._stacks = _register_stacks()
+        leave_status(session.identity.page_path)
 
     def _on_exception(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
@@ -89,7 +91,7 @@ class Ends:
         if session.groups.poisoned:
             session.leave("user code outside a step choked on a poisoned step", status=EXIT_UNWOUND)
         hardware = blame.is_hardware(error)
-        session.link.send(
+        session.link.deliver(
             ScriptFailed(
                 worker=session.worker,
                 summary=f"{kind.__name__}: {error}"[:1000],
@@ -98,22 +100,22 @@ class Ends:
             )
         )
         if hardware:
-            os._exit(EXIT_HARDWARE)
+            session.end_now(EXIT_HARDWARE)
 
     def _refused(self, error: UsageError, trace: TracebackType | None) -> None:
         text = f"{own_line(trace)}: {error}"
         sys.stderr.write(f"keepstep: refused: {text}\n")
         sys.stderr.flush()
         sys.stdout.flush()
-        self._session.link.send(UsageRefused(worker=self._session.worker, message=text))
-        os._exit(EXIT_USAGE)
+        self._session.link.deliver(UsageRefused(worker=self._session.worker, message=text))
+        self._session.end_now(EXIT_USAGE)
 
     def exited_by_script(self, status: object) -> None:
         """The script called sys.exit(status) in a healthy step: its own decision."""
         if status in (None, 0):
             return
         self._failed = True
-        self._session.link.send(
+        self._session.link.deliver(
             ScriptFailed(worker=self._session.worker, summary=f"SystemExit: {status}", traceback="")
         )
 
@@ -121,8 +123,9 @@ class Ends:
         session = self._session
         if not self._failed and session.live and session.groups.place is Place.SETUP:
             message = "the script ended without reaching run.steps(): there is nothing to protect"
-            session.link.send(UsageRefused(worker=session.worker, message=message))
+            session.link.deliver(UsageRefused(worker=session.worker, message=message))
         if not self._failed and session.closed_gates:
+            session.page.finished_step = session.final_step
             session.link.send(WorkerFinished(worker=session.worker, step=session.final_step))
         # gloo's threads must not outlive the interpreter's teardown.
         with session.lock:

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from keepstep.core.actions import Announce, CheckSpare, Release, StandBy
 from keepstep.core.events import Complained
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from keepstep.trainer.ends import Ends
 
 EXIT_FENCED = 73
+EXIT_ORPHANED = 74
 EXIT_STRANDED = 76
 STRANDED_TIMEOUT_S = 600.0
 COMPLAINT_REPEAT_S = 5.0
@@ -96,7 +97,7 @@ class Session:
         self.page = Page.open(identity.page_path)
         tls = TlsFiles.from_environment()
         self.directory = Directory(identity, None if tls is None else tls.client())
-        self.link = Link(identity, self._on_message)
+        self.link = Link(identity, self._on_message, self._orphaned)
         self.keeper = Keeper(
             self,
             self.page,
@@ -330,13 +331,22 @@ class Session:
 
     # ---- ends -----------------------------------------------------------------------------------
 
-    def leave(self, reason: str, *, status: int = EXIT_FENCED) -> None:
+    def leave(self, reason: str, *, status: int = EXIT_FENCED) -> NoReturn:
         """End this process at once: its id is never used again."""
         try:
             self.say(f"leaves: {reason}")
             sys.stdout.flush()
         finally:
-            os._exit(status)
+            self.end_now(status)
+
+    def end_now(self, status: int) -> NoReturn:
+        """End without another word; the page keeps the status for an agent that is not there to see it."""
+        self.page.exit_status = status
+        os._exit(status)
+
+    def _orphaned(self, alone_s: float) -> None:
+        reason = f"job {self.identity.job} has had no agent on this node for {alone_s:.0f} s"
+        self.leave(reason, status=EXIT_ORPHANED)
 
     def strand(self) -> None:
         """A failure in setup: every rank starts again, so wait to be ended. Observing: an error like any other."""

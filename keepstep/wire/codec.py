@@ -77,6 +77,20 @@ def decode(data: bytes) -> Any:
     return _schema(cls).decode(raw)
 
 
+def as_json(message: object) -> dict[str, Any]:
+    """The message as plain JSON values, for a file that keeps it among others."""
+    value: dict[str, Any] = json.loads(encode(message))
+    return value
+
+
+def from_json(value: Any) -> Any:
+    """The message that `as_json` described. Raises WireError."""
+    try:
+        return decode(json.dumps(value).encode())
+    except (TypeError, ValueError) as error:
+        raise WireError(f"message is no JSON value: {_short(str(error))}") from None
+
+
 # ---- one dataclass --------------------------------------------------------------------------------
 
 

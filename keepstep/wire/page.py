@@ -10,6 +10,7 @@ import enum
 import mmap
 import os
 import struct
+import sys
 import time
 import zlib
 from dataclasses import dataclass
@@ -32,6 +33,10 @@ _GROWTH_BYTES = 64 << 10
 # 8-byte words of the head. Every counter is one word, written by one aligned store: never seen half-way.
 _WORD_MAGIC, _WORD_WORKER, _WORD_RECORD_BYTES = 0, 1, 2
 _WORD_STEP, _WORD_PUBLISHED, _WORD_GENERATION, _WORD_COLLECTIVES, _WORD_PHASE, _WORD_SINCE = range(8, 14)
+_WORD_EXIT, _WORD_FINISHED = 14, 15
+_NO_EXIT = 0xFFFF_FFFF_FFFF_FFFF
+# The low half of its word: what a C library's `putw` writes at a process's very end fits in there.
+EXIT_STATUS_AT = 8 * _WORD_EXIT + (0 if sys.byteorder == "little" else 4)
 # Two words that the ranks of one node pass their gate with (keepstep.trainer.node_gate).
 GATE_WORDS = (16, 17)
 # Sums for people to look at: steps and their ns, gates and their ns, bytes of the last record.
@@ -116,6 +121,7 @@ class Page:
             os.posix_fallocate(descriptor, 0, _SLOTS_AT)  # a full file system: an error here, no SIGBUS later
             head = struct.pack("=QQ", worker, record_bytes)
             os.pwrite(descriptor, head, 8 * _WORD_WORKER)
+            os.pwrite(descriptor, struct.pack("=Q", _NO_EXIT), 8 * _WORD_EXIT)
             os.pwrite(descriptor, struct.pack("=Q", _MAGIC), 8 * _WORD_MAGIC)  # last: now it is a page
             return cls(path, descriptor, size)
         except BaseException:
@@ -250,6 +256,27 @@ class Page:
             gates_s=words[_WORD_GATES_NS] / 1e9,
             record_bytes=words[_WORD_RECORD_SIZE],
         )
+
+    # ---- the end ------------------------------------------------------------------------------------
+
+    @property
+    def exit_status(self) -> int | None:
+        """The status with which the process ended by itself; None when nothing was written (a signal)."""
+        word = self._words[_WORD_EXIT]
+        return None if word == _NO_EXIT else word & 0xFF
+
+    @exit_status.setter
+    def exit_status(self, status: int) -> None:
+        self._words[_WORD_EXIT] = status & 0xFF
+
+    @property
+    def finished_step(self) -> int | None:
+        """How many steps there were, once the worker has passed the last gate."""
+        return self._words[_WORD_FINISHED] - 1 if self._words[_WORD_FINISHED] else None
+
+    @finished_step.setter
+    def finished_step(self, step: int) -> None:
+        self._words[_WORD_FINISHED] = step + 1
 
     # ---- records ------------------------------------------------------------------------------------
 

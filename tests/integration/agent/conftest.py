@@ -20,7 +20,7 @@ from keepstep.core.actions import Announce, StartWorker
 from keepstep.core.events import WorkerParked
 from keepstep.core.types import Generation
 from keepstep.wire.codec import decode, encode
-from keepstep.wire.messages import AgentHello, AgentWelcome, JobSpec
+from keepstep.wire.messages import AgentHello, AgentWelcome, Heartbeat, JobSpec
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent.parent
@@ -35,6 +35,7 @@ class Node:
         self.token = secrets.token_hex(8)
         self.run_dir = run_dir
         self.events: list[Any] = []
+        self.heartbeats_s: list[float] = []
         self.hellos: list[AgentHello] = []
         self.lines: list[ConsoleLine] = []
         self.page_dir = Path("/dev/shm") / f"keepstep-{self.job}" / "node-a"
@@ -84,8 +85,12 @@ class Node:
         self._connections[hello.node] = socket
         self._connected.set()
         async for data in socket:
+            message = decode(data)
+            if isinstance(message, Heartbeat):
+                self.heartbeats_s.append(time.monotonic())
+                continue
             async with self._changed:
-                self.events.append(decode(data))
+                self.events.append(message)
                 self._changed.notify_all()
 
     async def send(self, *messages: Any) -> None:

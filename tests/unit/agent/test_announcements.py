@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from keepstep.agent.announcements import Announcements
@@ -61,3 +62,15 @@ def test_a_late_worker_is_told_all_that_it_missed() -> None:
     known.accept(announce(1, 0, 2))
     known.release(2)
     assert known.greetings(2) == [known.newest, Release(workers=(2,))]
+
+
+def test_a_successor_knows_all_that_was_announced() -> None:
+    known = Announcements()
+    known.accept(announce(3, 0, 1, fresh=True))
+    known.stand_by(StandBy(worker=2, rehearse_rank=1))
+    known.accept(announce(4, 0, 2))
+    known.release(0)
+    read = Announcements()
+    read.load(json.loads(json.dumps(known.to_state())))
+    assert vars(read) == vars(known)
+    assert (read.fenced(1), read.players(1), read.fresh_since) == (known.fenced(1), [2, 1], 3)
