@@ -82,15 +82,7 @@ class Agent:
             on_exit=self._worker_exited,
             tls=config.tls,
         )
-        self._witness = Witness(
-            node=config.node,
-            run_dir=run_dir,
-            token=config.token,
-            workers=self._workers,
-            announcements=self._announcements,
-            questions=self.questions,
-        )
-        self._evidence = self._witness.evidence
+        self._witness = Witness(config, self._workers, self._announcements, self.questions)
         self._controller = ControllerConnection(
             config.controller_url,
             self._hello,
@@ -112,7 +104,7 @@ class Agent:
             greeted=self._greeted,
         )
         self._succession = Succession(config, self._workers, self._announcements, self._peers)
-        self._suspects = Suspects(self._evidence, self._workers.published, self._controller.send)
+        self._suspects = Suspects(self._witness.evidence, self._workers.published, self._controller.send)
         self._vitals = Vitals(
             self._workers,
             self._announcements,

@@ -20,6 +20,7 @@ from typing import Any
 
 from keepstep.agent import bundle, readings, stacks
 from keepstep.agent.announcements import Announcements
+from keepstep.agent.config import AgentConfig
 from keepstep.agent.evidence import DEADLINE_S, Evidence, describe_status, phase_name, tail_of_lines
 from keepstep.agent.log_reader import query_from, read_batch
 from keepstep.agent.log_times import LogTimes
@@ -80,15 +81,13 @@ class Witness:
 
     def __init__(
         self,
-        *,
-        node: str,
-        run_dir: Path,
-        token: str,
+        config: AgentConfig,
         workers: Workers,
         announcements: Announcements,
         questions: Questions,
     ) -> None:
-        self.redactor = Redactor(token)
+        node, run_dir = config.node, config.run_dir.absolute()
+        self.redactor = Redactor(config.token)
         self.redactor.learn(os.environ)
         rings = Rings(lambda number: None if (page := workers.page_of(number)) is None else page.path)
         self.evidence = Evidence(run_dir, self.redactor, rings)

@@ -105,7 +105,7 @@ def test_a_process_without_a_handler_survives_the_question_for_its_stacks(node: 
             worker = n.agent._workers.get(0)
             worker.stacks.touch()
             facts: dict[str, Any] = {}
-            await n.agent._evidence.of_suspect(worker, facts)
+            await n.agent._witness.evidence.of_suspect(worker, facts)
             assert worker.alive and facts["stacks_from"] != "faulthandler"
 
     asyncio.run(story())
