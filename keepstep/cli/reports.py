@@ -114,6 +114,24 @@ def read_reports(run_dir: Path) -> Reports:
     return reader.reports
 
 
+def merge(parts: Iterable[Reports]) -> Reports:
+    """The reports of a job over several nodes as if they were one run's: a rank may have lived on several."""
+    whole = Reports()
+    for part in parts:
+        for rank, lines in part.lines.items():
+            whole.lines.setdefault(rank, []).extend(lines)
+        for rank, lines in part.commits.items():
+            whole.commits.setdefault(rank, []).extend(lines)
+        for rank, final in part.finals.items():
+            if rank not in whole.finals or final.step >= whole.finals[rank].step:
+                whole.finals[rank] = final
+        whole.unreadable_lines += part.unreadable_lines
+    for found in (*whole.lines.values(), *whole.commits.values()):
+        # A cut-off node may still write lines of an old generation: those of a newer one count.
+        found.sort(key=lambda line: (line.generation, line.time_s))
+    return whole
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """Two runs held against each other, bit for bit. `difference` names the first one ("" if none)."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import time
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -67,6 +69,15 @@ class Net(nn.Module):
         return self.head(x)
 
 
+def pause(permit: Path, step: int, limit_s: float = 120.0) -> None:
+    """Wait until the file's number is above `step`; what is computed does not depend on it."""
+    deadline_s = time.monotonic() + limit_s
+    while int(permit.read_text() or 0) <= step:
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"step {step} was not permitted in {limit_s} s")
+        time.sleep(0.01)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--parallel", default="ddp", choices=["ddp", "hsdp", "plain"])
@@ -88,6 +99,7 @@ def main() -> None:
     parser.add_argument("--counters", action="store_true")
     parser.add_argument("--no-loader", action="store_true")
     parser.add_argument("--step-s", type=float, default=0.0)
+    parser.add_argument("--permit", type=Path, help="pause where the number in this file is reached")
     arguments = parser.parse_args()
 
     torch.set_num_threads(1)
@@ -117,6 +129,8 @@ def main() -> None:
         steps = run.steps(loader, epochs=arguments.epochs, until=arguments.until)
 
     for step in steps:
+        if arguments.permit is not None and run.live:
+            pause(arguments.permit, step.number)
         if arguments.aside and step.micro == 0 and step.number % 5 == 4:
             with step.aside():
                 probe = torch.full((1,), float(step.number))
@@ -161,9 +175,6 @@ def main() -> None:
                 scheduler.step()
                 optimizer.zero_grad()
             if arguments.step_s:
-                torch.cuda  # noqa: B018
-                import time
-
                 time.sleep(arguments.step_s)
     if arguments.counters and run.live:
         print(f"rank {run.rank} totals {totals['batches']} seen {sorted(seen['indices'])}", flush=True)

@@ -1,0 +1,33 @@
+"""Jobs over several nodes: nodes that die, stand still or are cut off; each run equals the undisturbed one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from keepstep.cli.reports import kill_to_next_new_step_s
+from tests.integration.jobs import reference
+from tests.integration.nodes import assert_ended_well, cluster, permit
+
+DDP = ("--parallel", "ddp", "--norm", "--samples", "640", "--until", "40", "--step-s", "0.02", "--symmetric")
+HSDP = ("--parallel", "hsdp", "--samples", "640", "--until", "40", "--step-s", "0.02", "--symmetric")
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+
+
+@pytest.mark.parametrize("arguments", [DDP, HSDP], ids=["ddp", "hsdp"])
+def test_a_killed_node_is_replaced_bit_for_bit(
+    references: Path, tmp_path: Path, arguments: tuple[str, ...]
+) -> None:
+    undisturbed = reference(references, arguments, 4)
+    with cluster(tmp_path, arguments, spares=2, permitted=6) as job:
+        job.wait_for_spares(["hot", "hot"])
+        permit(tmp_path, 1000)
+        job.wait_for_step(10)
+        killed_s = job.nodes["node1"].kill()
+        assert_ended_well(job, undisturbed)
+        reports = job.reports()
+    took = [kill_to_next_new_step_s(reports, rank, killed_s) for rank in (2, 3)]
+    print("node loss to the next new step:", took)
+    assert all(one is not None for one in took)
