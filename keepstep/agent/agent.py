@@ -23,6 +23,7 @@ from keepstep.agent.connection import ControllerConnection
 from keepstep.agent.desk import Desk
 from keepstep.agent.guardian import Guardian
 from keepstep.agent.measuring import Measuring
+from keepstep.agent.metrics import metrics_of
 from keepstep.agent.peers import Peers
 from keepstep.agent.questions import Questions
 from keepstep.agent.said import Said
@@ -139,6 +140,7 @@ class Agent:
             self._succession.remember(at_once=True)  # where the peers find it
             self._detached = False
             self._spawn(self._controller.run())
+            self._spawn(metrics_of(self._config, self._workers, self._announcements, self._controller).run())
             self._spawn(self._vitals.run())
             self._spawn(self._witness.log_times.run())
             config = self._config

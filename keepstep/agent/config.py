@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from keepstep.agent.metrics_listener import MetricsAddress
 from keepstep.core.agent import VitalsConfig
 from keepstep.errors import UsageError, WireError
 from keepstep.wire.framing import MAX_FRAME_BYTES
@@ -39,7 +40,8 @@ class AgentConfig:
     `vitals`: when a living worker is given up; None takes the core's own limits.
     `controller_timeout_s`: an embedded agent without its controller for so long ends everything;
     `isolation_timeout_s`: one in a process of its own, whose controller may be restarted or cut off.
-    `working_dir`: where workers start; None takes the job's own. `tls`: None for plain connections. `say(text, level)`: one line for people.
+    `working_dir`: where workers start; None takes the job's own. `tls`: None for plain connections.
+    `metrics`: where Prometheus may ask; None: nowhere. `say(text, level)`: one line for people.
     """
 
     controller_url: str
@@ -62,6 +64,7 @@ class AgentConfig:
     working_dir: str | None = None
     tls: TlsFiles | None = None
     say: Callable[[str, str], None] | None = None
+    metrics: MetricsAddress | None = None
 
     @property
     def peer_server_tls(self) -> ssl.SSLContext | None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from keepstep.cli.addresses import Endpoint, parse_endpoint
 from keepstep.errors import UsageError
@@ -176,6 +177,16 @@ def address(text: str) -> str:
     return bare
 
 
+def web_address(text: str) -> str:
+    """Where messages are posted to."""
+    parts = urlsplit(text)
+    if parts.scheme not in ("http", "https") or not parts.hostname or any(c.isspace() for c in text):
+        raise ValueError(f"must be an http:// or https:// address, not {text!r}")
+    if parts.username is not None or parts.password is not None:
+        raise ValueError("must not hold a name or password: use --webhook-secret-file")
+    return text
+
+
 def folder(text: str) -> Path:
     """A path that is not empty."""
     if not text.strip():
@@ -238,6 +249,11 @@ SETTINGS = (
     Setting("log-dir", folder, None),
     Setting("record-limit", record_size, 4 << 20),
     Setting("controller-port", whole(0, 65_535), 0),
+    Setting("metrics-port", whole(0, 65_535), None),
+    Setting("metrics-bind", address, "127.0.0.1"),
+    Setting("open-metrics", yes_or_no, False),
+    Setting("webhook", web_address, None),
+    Setting("webhook-secret-file", folder, None),
     Setting("shutdown-timeout", seconds, 5.0),
     Setting("tee", streams, "0"),
     Setting("redirects", streams, "0"),

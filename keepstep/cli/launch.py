@@ -23,13 +23,15 @@ from keepstep.cli.live import draw_table, progress_line, summary
 from keepstep.cli.options import NodeOptions, RunOptions
 from keepstep.controller.api import build_app
 from keepstep.controller.ledger import Ledger, LedgerWriteFailed
-from keepstep.controller.rundir import RunDirectory, new_token, read_token
+from keepstep.controller.rundir import RunDirectory, new_token
 from keepstep.controller.server import Server, bind
 from keepstep.controller.shell import Controller
+from keepstep.controller.webhook import Webhook
 from keepstep.core.job import JobMachine
 from keepstep.core.job_config import JobConfig
 from keepstep.errors import KeepstepError, UsageError
 from keepstep.wire.messages import JobSpec
+from keepstep.wire.tokens import read_token
 
 AGENT_END_TIMEOUT_S = 20.0
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -54,7 +56,12 @@ def launch(options: RunOptions, remarks: Sequence[str]) -> int:
     named = options.endpoint or options.bind
     name = None if is_wildcard(named.host) else named.host
     try:
-        server = Server(build_app(job.controller), sock, name=name, tls=options.trust.tls)
+        server = Server(
+            build_app(job.controller, open_metrics=options.telemetry.open_metrics),
+            sock,
+            name=name,
+            tls=options.trust.tls,
+        )
         return asyncio.run(job.run(server, remarks))
     finally:
         job.terminal.close()
@@ -107,6 +114,16 @@ class _Job:
             ledger=ledger,
             say=self.terminal.say,
         )
+        self._webhook = self._make_webhook()
+
+    def _make_webhook(self) -> Webhook | None:
+        told = self._options.telemetry
+        if told.webhook is None:
+            return None
+        webhook = Webhook(told.webhook, told.secret, self._options.job, self.terminal.say)
+        self.controller.incidents.on_change = webhook.tell
+        self.controller.metrics.webhook = webhook.numbers
+        return webhook
 
     async def run(self, server: Server, remarks: Sequence[str]) -> int:
         options, say = self._options, self.terminal.say
@@ -132,12 +149,16 @@ class _Job:
             node = options.node
             agent = None if node is None else asyncio.create_task(self._agent(server.url, node), name="agent")
             looking = asyncio.create_task(self._look(), name="look")
+            if self._webhook is not None:
+                self._webhook.start()
             try:
                 code = await self.controller.run()
             finally:
                 looking.cancel()
                 if agent is not None:
                     await self._end_agent(agent)
+                if self._webhook is not None:
+                    await self._webhook.close()
                 await server.stop()
         say(summary(self.controller, code, self._ledger.head, time.monotonic() - self._started_s))
         return code
@@ -159,6 +180,7 @@ class _Job:
                     node=name,
                     slots=node.slots,
                     labels=node.labels,
+                    metrics=node.metrics,
                     run_dir=self._run_dir.path,
                     advertise=self._advertise,
                     embedded=True,

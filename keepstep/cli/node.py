@@ -81,6 +81,7 @@ class _Node:
                 node=name,
                 slots=node.slots,
                 labels=node.labels,
+                metrics=node.metrics,
                 run_dir=run_dir,
                 advertise=advertise,
                 working_dir=self._working_dir,

@@ -14,8 +14,10 @@ from importlib.machinery import PathFinder, all_suffixes
 from pathlib import Path
 from typing import Any, Literal
 
+from keepstep.agent.metrics_listener import MetricsAddress
 from keepstep.cli.addresses import MASTER_PORT, Endpoint, is_loopback, parse_endpoint, parse_join
 from keepstep.cli.config import job_name, resolve
+from keepstep.cli.telemetry import Telemetry, choose_metrics, choose_telemetry
 from keepstep.cli.tokens import token_is_missing
 from keepstep.cli.torchrun_flags import ranks_filter
 from keepstep.cli.trust import Trust, choose_trust
@@ -42,6 +44,7 @@ class NodeOptions:
     stop_grace_s: float
     join_timeout_s: float
     shown_slots: frozenset[int] | None = None
+    metrics: MetricsAddress | None = None
     trust: Trust
 
 
@@ -75,6 +78,7 @@ class RunOptions:
     tee: str
     redirects: str
     trust: Trust
+    telemetry: Telemetry
     node: NodeOptions | None
 
     @property
@@ -151,6 +155,7 @@ def choose(
         tee=settings["tee"],
         redirects=settings["redirects"],
         trust=trust,
+        telemetry=choose_telemetry(settings, environ),
         node=node,
     )
 
@@ -211,6 +216,7 @@ def _node(
         stop_grace_s=settings["shutdown_timeout"],
         join_timeout_s=settings["join_timeout"],
         shown_slots=ranks_filter(given.get("local_ranks_filter")),
+        metrics=choose_metrics(settings),
         trust=trust,
     )
 
@@ -246,6 +252,7 @@ def choose_agent(
         run_dir=settings["log_dir"],
         stop_grace_s=settings["shutdown_timeout"],
         join_timeout_s=settings["join_timeout"],
+        metrics=choose_metrics(settings),
         trust=trust,
     )
     return node, endpoint

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -16,11 +15,11 @@ from typing import Any
 
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from keepstep.controller.rundir import read_token
 from keepstep.core import events as evt
 from keepstep.errors import WireError
 from keepstep.wire.codec import decode, encode
 from keepstep.wire.messages import PROTOCOL_VERSION, AgentHello, AgentWelcome, Answer, Ask, Heartbeat
+from keepstep.wire.tokens import read_token, same_token
 
 log = logging.getLogger("keepstep.controller")
 
@@ -29,6 +28,7 @@ Deliver = Callable[[evt.Event], Awaitable[None]]
 HELLO_TIMEOUT_S = 10.0
 MAX_WAITING_MESSAGES = 1024
 MAX_QUESTIONS = 64
+LATE_S = 2.0  # without a word, from an agent that sends heartbeats
 
 CLOSED_WRONG_TOKEN = 4401
 CLOSED_PROTOCOL = 4400
@@ -64,11 +64,6 @@ AGENT_EVENTS = (
 )
 
 
-def same_token(shown: str, expected: str) -> bool:
-    """Compared in constant time, so that a stranger cannot guess it letter by letter."""
-    return hmac.compare_digest(shown.encode("utf-8", "replace"), expected.encode("utf-8"))
-
-
 class AgentLink:
     """What is on its way to one node's agent. The newest connection counts."""
 
@@ -82,6 +77,8 @@ class AgentLink:
         self._asked: dict[int, asyncio.Future[Answer]] = {}
         self._next_request = 1
         self.heard_s = time.monotonic()  # when this agent last said anything
+        self.late = 0  # how often that was later than its heartbeats explain
+        self._beats = False
 
     @property
     def connected(self) -> bool:
@@ -120,7 +117,10 @@ class AgentLink:
 
     def hear(self, message: object) -> bool:
         """Take what is for this link alone: True when the message was no event for the machine."""
-        self.heard_s = time.monotonic()
+        now_s = time.monotonic()
+        self.late += self._beats and now_s - self.heard_s > LATE_S
+        self._beats = self._beats or isinstance(message, Heartbeat)
+        self.heard_s = now_s
         if isinstance(message, Answer):
             asked = self._asked.get(message.request)
             if asked is not None and not asked.done():

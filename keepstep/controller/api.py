@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from keepstep.controller import evidence_api, measure_api
 from keepstep.controller.agents import same_token
-from keepstep.controller.rundir import read_token
+from keepstep.controller.metrics import CONTENT_TYPE
+from keepstep.wire.tokens import read_token
 
 if TYPE_CHECKING:
     from keepstep.controller.shell import Controller
@@ -22,8 +24,8 @@ if TYPE_CHECKING:
 MAX_BODY_BYTES = 64 << 10
 
 
-def build_app(controller: Controller) -> Starlette:
-    """All routes of one controller."""
+def build_app(controller: Controller, *, open_metrics: bool = False) -> Starlette:
+    """All routes of one controller. `open_metrics`: this machine's processes need no token for /metrics."""
 
     async def status(request: Request) -> Response:
         return JSONResponse(controller.status())
@@ -41,6 +43,9 @@ def build_app(controller: Controller) -> Starlette:
     async def replicas(request: Request) -> Response:
         return JSONResponse(controller.replicas())
 
+    async def metrics(request: Request) -> Response:
+        return Response(controller.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
+
     async def stop(request: Request) -> Response:
         hard = await _hard(request)
         controller.request_stop("API", hard=hard)
@@ -52,6 +57,7 @@ def build_app(controller: Controller) -> Starlette:
             Route("/api/incidents", incidents),
             Route("/api/incidents/{number:int}", incident),
             Route("/api/replicas", replicas),
+            Route("/metrics", metrics),
             Route("/api/stop", stop, methods=["POST"]),
             *evidence_api.routes(controller),
             *measure_api.routes(controller),
@@ -59,7 +65,7 @@ def build_app(controller: Controller) -> Starlette:
         ],
         exception_handlers={HTTPException: _error},
     )
-    app.add_middleware(_RequireToken, token=controller.token)
+    app.add_middleware(_RequireToken, token=controller.token, open_metrics=open_metrics)
     return app
 
 
@@ -92,8 +98,9 @@ class _RequireToken:
     Agents show theirs in their first message.
     """
 
-    def __init__(self, app: ASGIApp, token: str) -> None:
+    def __init__(self, app: ASGIApp, token: str, open_metrics: bool) -> None:
         self._app = app
+        self._open_metrics = open_metrics
         self._token = token
         self._read_token = read_token(token)
 
@@ -104,6 +111,8 @@ class _RequireToken:
         await self._app(scope, receive, send)
 
     def _refusal(self, request: Request) -> Response | None:
+        if self._open_metrics and request.url.path == "/metrics" and _is_of_this_machine(request):
+            return None
         scheme, _, shown = request.headers.get("authorization", "").partition(" ")
         # Both are always compared, so that the time taken tells nothing.
         full = same_token(shown.strip(), self._token)
@@ -114,3 +123,11 @@ class _RequireToken:
         if not full and request.method not in ("GET", "HEAD"):
             return JSONResponse({"error": "this token may only read: changes need the job's own token"}, 403)
         return None
+
+
+def _is_of_this_machine(request: Request) -> bool:
+    """By the address it comes from: loopback has no strangers but other users of the machine."""
+    try:
+        return request.client is not None and ipaddress.ip_address(request.client.host).is_loopback
+    except ValueError:
+        return False

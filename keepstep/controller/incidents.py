@@ -6,7 +6,7 @@ judge what the core wrote.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ class IncidentBook:
 
     def __init__(self) -> None:
         self._incidents: dict[int, dict[str, Any]] = {}
+        # Told "incident.opened" and "incident.closed", with the incident.
+        self.on_change: Callable[[str, dict[str, Any]], None] | None = None
 
     @classmethod
     def from_entries(cls, entries: Iterable[Entry]) -> IncidentBook:
@@ -48,6 +50,8 @@ class IncidentBook:
         found["phases_s"] = phases
         if kind == "incident_closed":
             found["state"] = "observed" if found.get("resolution") == "observed" else "closed"
+        if self.on_change is not None and kind in ("incident", "incident_closed"):
+            self.on_change("incident.opened" if kind == "incident" else "incident.closed", dict(found))
 
     def _add_evidence(self, body: Mapping[str, Any]) -> None:
         """What the nodes saw: `blame`, and under `gathered` how the ranks stood and where the files are."""

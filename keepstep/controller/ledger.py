@@ -109,6 +109,8 @@ class Ledger:
     def __init__(self, path: Path, *, clock_ns: Callable[[], int] = time.time_ns) -> None:
         self.path = path
         self._clock_ns = clock_ns
+        self.entries_written = self.writes = 0  # by this process
+        self.write_seconds = 0.0
         self._lock_fd = _take_writer_lock(path)
         try:
             self._db = _connect(path, read_only=False)
@@ -129,6 +131,7 @@ class Ledger:
 
     def append_all(self, items: Iterable[tuple[str, Mapping[str, Any]]]) -> list[Entry]:
         """Append entries with one write to the disk: all of them or none."""
+        began_s = time.perf_counter()
         written: list[Entry] = []
         sequence, head = self._sequence, self._head
         for kind, body in items:
@@ -144,6 +147,9 @@ class Ledger:
         except (sqlite3.Error, OSError) as error:
             raise LedgerWriteFailed(f"cannot write {self.path}: {error}") from error
         self._sequence, self._head = sequence, head
+        self.entries_written += len(written)
+        self.writes += 1
+        self.write_seconds += time.perf_counter() - began_s
         return written
 
     def entries(self, after: int = 0) -> list[Entry]:

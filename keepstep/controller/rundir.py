@@ -5,9 +5,6 @@ Layout: ledger.sqlite, controller.json, token and token.read (while the job runs
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import hmac
 import json
 import os
 import secrets
@@ -99,13 +96,6 @@ class RunDirectory:
 def new_token() -> str:
     """The secret that every connection of one job must show."""
     return secrets.token_urlsafe(32)
-
-
-def read_token(token: str) -> str:
-    """The secret that may look and not touch. It follows from the job's own, so a restarted controller has the same;
-    nobody can go the other way."""
-    digest = hmac.digest(token.encode(), b"keepstep: read only", hashlib.sha256)
-    return base64.urlsafe_b64encode(digest).decode().rstrip("=")
 
 
 def newest_run(parent: Path = DEFAULT_PARENT) -> RunDirectory:

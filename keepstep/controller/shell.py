@@ -23,6 +23,7 @@ from keepstep.controller.incidents import IncidentBook
 from keepstep.controller.inquiry import Inquiries
 from keepstep.controller.ledger import Ledger, LedgerWriteFailed
 from keepstep.controller.measuring import measure_link
+from keepstep.controller.metrics import JobMetrics, Meter
 from keepstep.controller.view import live_status
 from keepstep.core import actions as act
 from keepstep.core import events as evt
@@ -80,6 +81,16 @@ class Controller:
         self._places: dict[int, tuple[str, int]] = {}  # worker -> node, slot
         self._returns: dict[str, asyncio.TimerHandle] = {}
         self._entries_lost = 0
+        self._meter = Meter()
+        self.metrics = JobMetrics(
+            job=spec.job,
+            mode=spec.mode,
+            meter=self._meter,
+            ledger=ledger,
+            picture=machine.snapshot,
+            incidents=self.incidents.all,
+            agents=self._agents,
+        )
         self._end: act.EndJob | None = None
         self._measurements: set[asyncio.Task[None]] = set()
         self._hard = asyncio.Event()
@@ -101,6 +112,10 @@ class Controller:
     def replicas(self) -> dict[str, Any]:
         """Which bytes of the state have how many live twins, and where (see `keepstep.core.replicas`)."""
         return {"job": self.spec.job, **self._machine.replicas()}
+
+    def _agents(self) -> tuple[int, int]:
+        """How many are connected, and how often one was late."""
+        return len(self.nodes), sum(link.late for link in self._links.values())
 
     def slot_of(self, worker: int) -> int | None:
         """The slot that a worker was started on."""
@@ -204,7 +219,9 @@ class Controller:
     async def _step(self, event: evt.Event) -> None:
         if isinstance(event, evt.AgentJoined) and event.node in self._links:
             self._links[event.node].muted = False
-        actions = self._machine.step(event, time.monotonic())
+        now_s = time.monotonic()
+        actions = self._machine.step(event, now_s)
+        self._meter.saw(event, actions, now_s)
         await self._carry_out(actions)
 
     async def _carry_out(self, actions: Sequence[act.Action]) -> None:
@@ -262,6 +279,7 @@ class Controller:
             if not self._entries_lost:
                 self._own_events.append(evt.PersistFailed(reason=str(failure)))
             self._entries_lost += len(entries)
+            self._meter.entries_lost += len(entries)
             for entry in entries:
                 self.incidents.add(entry.kind, entry.body, time.time())
         else:

@@ -47,6 +47,7 @@ def snapshot(state: JobState) -> dict[str, Any]:
         "nodes": [_node(state, facts) for facts in state.nodes.values()],
         "incident": state.incident.body() if state.incident else None,
         "incidents": state.incident_count,
+        "spares_wanted": state.config.spares,
         "restarts": state.restarts,
         "waiting": None
         if state.waiting is None

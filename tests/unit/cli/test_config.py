@@ -33,6 +33,8 @@ def test_every_setting_can_come_from_each_source(tmp_path: Path, setting) -> Non
         "record-limit": "1MiB",
         "labels": "rack=r1",
         "spare-node": "yes",
+        "open-metrics": "yes",
+        "webhook": "https://example.org/hook",
         "replace-unit": "node",
     }.get(setting.name, "3")
     values = [
@@ -62,6 +64,9 @@ def test_every_setting_can_come_from_each_source(tmp_path: Path, setting) -> Non
         ("record_limit", "-4MiB", "--record-limit must be a size such as 4MiB, not '-4MiB'"),
         ("tee", "4", "--tee must be 0, 1, 2 or 3, or pairs such as 0:1,1:3, not '4'"),
         ("redirects", "0:1,2", "--redirects must be 0, 1, 2 or 3, or pairs"),
+        ("webhook", "example.org", "--webhook must be an http:// or https:// address, not 'example.org'"),
+        ("webhook", "https://me:pw@example.org", "--webhook must not hold a name or password"),
+        ("metrics_port", "65536", "--metrics-port must be 65535 or less, not 65536"),
         ("log_dir", " ", "--log-dir must name a directory"),
         ("job", "../x", "--job must be 1 to 64 letters"),
         ("job", ".x", "--job must not begin with a dot"),
