@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 KERNEL_LINES = 400
+RECENT_S = 3600.0
+_TIME = "%Y-%m-%d %H:%M:%S"
 MAX_KERNEL_RECORDS = 100_000
 MAX_DEVICE_BYTES = 512 << 10
 NOTABLE = re.compile(
     r"Xid|NVRM|Out of memory|oom-kill|Hardware Error|\bMCE\b|machine check|I/O error|link (is )?down|"
-    r"segfault|hung task|blocked for more than|soft lockup|thermal|throttl|mlx\d|EXT4-fs error|XFS.*corrupt",
+    r"segfault|hung task|blocked for more than|soft lockup|throttl|critical temperature|mlx\d|EXT4-fs error|XFS.*corrupt",
     re.I,
 )
 _MEMORY = ("MemTotal", "MemAvailable", "SwapTotal", "SwapFree", "Shmem", "Dirty")
@@ -97,9 +99,10 @@ def kernel_lines() -> tuple[list[str], str]:
     return list(lines), "" if lines else "the kernel says nothing here"
 
 
-def notable(lines: list[str], limit: int = 20) -> list[str]:
-    """Those that tell of hardware, memory or devices; the newest ones."""
-    return [line for line in lines if NOTABLE.search(line)][-limit:]
+def notable(lines: list[str], since_s: float = 0.0, limit: int = 20) -> list[str]:
+    """Those since `since_s` (Unix time) that tell of hardware, memory or devices; the newest ones."""
+    since = time.strftime(_TIME, time.localtime(since_s))
+    return [line for line in lines if line >= since and NOTABLE.search(line)][-limit:]
 
 
 def _kernel_line(record: bytes, booted_s: float) -> str:
@@ -108,7 +111,7 @@ def _kernel_line(record: bytes, booted_s: float) -> str:
     message = text.splitlines()[0] if text else ""
     if len(fields) < 3 or not fields[2].isdecimal():
         return message
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(booted_s + int(fields[2]) / 1e6))
+    when = time.strftime(_TIME, time.localtime(booted_s + int(fields[2]) / 1e6))
     return f"{when} {message}"
 
 

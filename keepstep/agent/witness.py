@@ -253,7 +253,7 @@ class Witness:
         if device_text:
             (folder / "devices.txt").write_text(clean(device_text))
         lines, why = readings.kernel_lines()
-        notable = [clean(line) for line in readings.notable(lines)]
+        notable = [clean(line) for line in readings.notable(lines, time.time() - readings.RECENT_S)]
         (folder / "kernel.txt").write_text(clean("\n".join(lines) or why) + "\n")
         (folder / "host.json").write_text(
             json.dumps(readings.host(self._run_dir, Path("/dev/shm")), indent=1) + "\n"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from keepstep.controller.incidents import PHASES
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from keepstep.controller.shell import Controller
 
+MAX_ROWS = 64  # of a larger world only what differs is listed
 _STATE_STYLES = {
     "playing": "green",
     "hot": "magenta",
@@ -28,8 +29,10 @@ def draw_table(status: Mapping[str, Any] | None) -> RenderableType:
 
     if status is None:
         return Text("")
+    nodes = node_table(status)
     lines = [protection_line(status), incident_line(status["incident"])]
-    return Group(rank_table(status), *(Text(line) for line in lines if line))
+    tables = [rank_table(status), *([nodes] if nodes is not None else [])]
+    return Group(*tables, *(Text(line) for line in lines if line))
 
 
 def rank_table(status: Mapping[str, Any]) -> RenderableType:
@@ -53,7 +56,17 @@ def rank_table(status: Mapping[str, Any]) -> RenderableType:
         ("step", "right"),
     ):
         table.add_column(name, justify=justify)  # type: ignore[arg-type]
-    for row in status["workers"]:
+    rows = status["workers"]
+    if len(rows) > MAX_ROWS:
+        newest = max((row["step"] or 0 for row in rows), default=0)
+        odd = [
+            row for row in rows if row["state"] not in ("playing", "ended") or (row["step"] or 0) < newest - 1
+        ]
+        table.caption = (
+            f"{len(rows)} workers; shown are {min(len(odd), MAX_ROWS)} spares and ranks that differ"
+        )
+        rows = odd[:MAX_ROWS]
+    for row in rows:
         state = Text(row["state"], style=_STATE_STYLES.get(row["state"], ""))
         rank = "spare" if row["rank"] is None else str(row["rank"])
         table.add_row(
@@ -78,6 +91,61 @@ def protection_line(status: Mapping[str, Any]) -> str:
     return f"protection off{whom}: {shield['reason']}"
 
 
+def node_table(status: Mapping[str, Any]) -> RenderableType | None:
+    """The nodes, where there is more than one or one is not well; else None."""
+    from rich.table import Table
+    from rich.text import Text
+
+    nodes = status.get("nodes") or []
+    troubled = [node for node in nodes if node.get("state") not in (None, "connected")]
+    if len(nodes) < 2 and not troubled:
+        return None
+    table = Table()
+    for name in ("node", "agent", "ranks", "spares", "slots", "labels"):
+        table.add_column(name, justify="right" if name in ("spares", "slots") else "left")
+    for node in nodes:
+        state = str(node.get("state") or "connected")
+        if node.get("silent_s"):
+            state += f", silent for {node['silent_s']:.1f} s"
+        labels = ", ".join(f"{name}={value}" for name, value in node.get("labels", {}).items())
+        table.add_row(
+            str(node["node"]),
+            Text(state, style="" if node in troubled else "green"),
+            _shortened(node["ranks"]),
+            str(node["spares"]),
+            str(node.get("slots") or "-"),
+            labels,
+        )
+    return table
+
+
+def _shortened(ranks: Sequence[int]) -> str:
+    """Ranks as ranges: "0-7, 12"."""
+    parts: list[list[int]] = []
+    for rank in sorted(ranks):
+        if parts and rank == parts[-1][1] + 1:
+            parts[-1][1] = rank
+        else:
+            parts.append([rank, rank])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
+
+
+def standing_lines(status: Mapping[str, Any]) -> list[str]:
+    """What stands beside the tables: protection, spares, records; only what there is to say."""
+    lines = []
+    if off := protection_line(status):
+        lines.append(off)
+    elif status.get("protection"):
+        lines.append("protection on")
+    spares = status.get("spares")
+    if spares is not None:
+        told = ", ".join(f"{count} {state}" for state, count in spares.items() if count)
+        lines.append(f"spares: {told or 'none'}")
+    if unkept := status.get("unkept_ranks"):
+        lines.append(f"records not held elsewhere: ranks {_shortened(unkept)}")
+    return lines
+
+
 def progress_line(status: Mapping[str, Any] | None) -> str:
     """The same in one line, for a log."""
     if status is None:
@@ -96,9 +164,11 @@ def incident_line(incident: Mapping[str, Any] | None) -> str:
         return ""
     phases = incident.get("phases_s", {})
     told = "  ".join(f"{name} {phases[name]:.3f} s" for name in PHASES if phases.get(name))
-    return (
+    line = (
         f"incident {incident['number']} ({incident['state']}): {incident.get('reason', '')}  {told}".rstrip()
     )
+    blame = incident.get("blame") or {}
+    return line if blame.get("kind", "nobody") == "nobody" else f"{line}\n  {blame['text']}"
 
 
 def summary(controller: Controller, code: int, head: str, seconds: float) -> str:

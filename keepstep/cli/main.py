@@ -19,7 +19,18 @@ from typer.main import get_command as build_command
 from keepstep import __version__
 from keepstep.errors import InvariantError, KeepstepError, UsageError
 
-COMMANDS = ("run", "controller", "agent", "status", "incidents", "replicas", "doctor", "prove", "demo")
+COMMANDS = (
+    "run",
+    "controller",
+    "agent",
+    "status",
+    "incidents",
+    "logs",
+    "replicas",
+    "doctor",
+    "prove",
+    "demo",
+)
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2

@@ -41,22 +41,38 @@ def find_run(argument: str | None, option: str | None) -> RunDirectory:
 
 def ask(address: Address, path: str) -> Any:
     """GET from the controller. Raises NoAnswer; never goes through a proxy."""
+    try:
+        return json.loads(fetch(address, path, MAX_ANSWER_BYTES))
+    except ValueError as error:
+        raise NoAnswer(f"the controller at {address.url} does not answer: {error}") from None
+
+
+def fetch(address: Address, path: str, limit: int, timeout_s: float = ASK_TIMEOUT_S) -> bytes:
+    """GET from the controller, at most `limit` bytes as they come. Raises NoAnswer."""
     endpoint, _ = parse_join(address.url)
     try:
-        connection = connection_to(endpoint, address.tls, ASK_TIMEOUT_S)
+        connection = connection_to(endpoint, address.tls, timeout_s)
     except UsageError as error:
         raise NoAnswer(str(error)) from None
     try:
         connection.request("GET", path, headers={"Authorization": f"Bearer {address.token}"})
         answer = connection.getresponse()
-        value = json.loads(answer.read(MAX_ANSWER_BYTES))
-    except (OSError, http.client.HTTPException, ValueError) as error:
+        data = answer.read(limit)
+    except (OSError, http.client.HTTPException) as error:
         raise NoAnswer(f"the controller at {address.url} does not answer: {error}") from None
     finally:
         connection.close()
     if answer.status != 200:
-        raise NoAnswer(f"the controller at {address.url} refuses: {value.get('error', answer.status)}")
-    return value
+        raise NoAnswer(f"the controller at {address.url} refuses: {_refusal(data) or answer.status}")
+    return data
+
+
+def _refusal(data: bytes) -> str:
+    try:
+        value = json.loads(data)
+    except ValueError:
+        return ""
+    return str(value.get("error", "")) if isinstance(value, dict) else ""
 
 
 def status_of(run: RunDirectory) -> dict[str, Any]:

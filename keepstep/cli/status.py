@@ -26,10 +26,22 @@ def status(
 
 
 def _watch(run: Any, as_json: bool) -> None:
+    """Look again until the job ends: drawn in place on a terminal, else printed whenever it has changed."""
+    import sys
     import time
 
     from keepstep.cli.source import status_of
 
+    if sys.stdout.isatty() and not as_json:
+        from rich.live import Live
+
+        with Live(auto_refresh=False) as live:
+            while True:
+                now = status_of(run)
+                live.update(_picture(now), refresh=True)
+                if not now["live"]:
+                    return
+                time.sleep(WATCH_INTERVAL_S)
     shown: Any = None
     while True:
         now = status_of(run)
@@ -49,22 +61,25 @@ def _print(status: dict[str, Any], as_json: bool, *, compact: bool = False) -> N
         return
     from rich.console import Console
 
-    from keepstep.cli.live import incident_line, protection_line, rank_table
+    Console().print(_picture(status))
 
-    console = Console()
-    console.print(rank_table(status))
-    if off := protection_line(status):
-        console.print(off, markup=False, highlight=False, style="bold red")
+
+def _picture(status: dict[str, Any]) -> Any:
+    """Tables and lines, top down: ranks, nodes, what stands beside them, the newest incident, the end."""
+    from rich.console import Group
+    from rich.text import Text
+
+    from keepstep.cli.live import incident_line, node_table, protection_line, rank_table, standing_lines
+
+    lines = standing_lines(status)
     if status["incident"] is not None:
-        console.print(incident_line(status["incident"]), markup=False, highlight=False)
-    if unkept := status.get("unkept_ranks"):
-        ranks = ", ".join(map(str, unkept))
-        console.print(f"records not held elsewhere: ranks {ranks}", markup=False, highlight=False)
+        lines.append(incident_line(status["incident"]))
     if status["exit_code"] is not None:
-        console.print(
-            f"ended with exit code {status['exit_code']}: {status.get('reason') or ''}", markup=False
-        )
+        lines.append(f"ended with exit code {status['exit_code']}: {status.get('reason') or ''}")
     elif status["waiting_for"]:
-        console.print(f"waiting for {status['waiting_for']}", markup=False)
+        lines.append(f"waiting for {status['waiting_for']}")
     elif status["state"] == "lost":
-        console.print("the controller is gone and wrote no end: it was killed, or the machine went down")
+        lines.append("the controller is gone and wrote no end: it was killed, or the machine went down")
+    nodes = node_table(status)
+    texts = [Text(line, style="bold red" if line == protection_line(status) else "") for line in lines]
+    return Group(rank_table(status), *([nodes] if nodes is not None else []), *texts)

@@ -31,6 +31,8 @@ def live_status(
         "step": min((one["step"] for one in players), default=0),
         "published": snapshot["published"],
         "workers": players + spares,
+        "nodes": [_node(node, players, spares) for node in snapshot.get("nodes") or ()],
+        "spares": _readiness(spares),
         "waiting_for": waiting["for"] if waiting else None,
         "restarts": snapshot["restarts"],
         "ledger_lost": snapshot["ledger_lost"],
@@ -41,6 +43,27 @@ def live_status(
         "incident": book.newest(),
         "incidents": book.count(),
     }
+
+
+def _node(
+    node: Mapping[str, Any], players: Sequence[Mapping[str, Any]], spares: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """One node with what runs on it; `state` is the core's word on its agent, null where it has none."""
+    name = node["node"]
+    return {
+        "node": name,
+        "state": node.get("state"),
+        "silent_s": node.get("silent_s"),
+        "slots": node.get("slots"),
+        "labels": dict(node.get("labels") or {}),
+        "ranks": [row["rank"] for row in players if row["node"] == name],
+        "spares": sum(row["node"] == name for row in spares),
+    }
+
+
+def _readiness(spares: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """How many spares could take over a rank how soon."""
+    return {state: sum(row["state"] == state for row in spares) for state in ("hot", "warm", "starting")}
 
 
 def _row(worker: Mapping[str, Any], rank: int | None, state: str, over: bool) -> dict[str, Any]:
@@ -101,6 +124,8 @@ def past_status(entries: Sequence[Entry]) -> dict[str, Any]:
             }
             for rank, worker in enumerate(generation.get("ranks", ()))
         ],
+        "nodes": [],
+        "spares": None,
         "waiting_for": None,
         "restarts": None,
         "ledger_lost": None,

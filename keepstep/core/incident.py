@@ -13,6 +13,7 @@ from keepstep.core.events import StateReceived, VerdictReached
 from keepstep.core.types import Course, Generation
 
 CAUSES = ("death", "suspicion", "hardware", "node", "complaint")
+KEPT_MEMBERS = 16  # members whose own times are kept: the slowest
 RESOLUTIONS = (
     "rebuilt",
     "same_map",
@@ -65,6 +66,7 @@ class Incident:
     steps_recomputed: int = 0
     bit_exact: bool = True
     would: dict[str, Any] = field(default_factory=dict)  # mode observe: what was not done
+    members: dict[int, dict[str, Any]] = field(default_factory=dict)  # worker -> its own times
 
     def decide(self, generation: Generation, replacements: Mapping[int, int], now_s: float) -> None:
         """A generation was announced for it; what an earlier one had measured is part of deciding now."""
@@ -72,12 +74,14 @@ class Incident:
         self.replacements.update(replacements)
         self.announced_s = now_s
         self.connect_s = self.vote_s = self.transfer_s = 0.0
+        self.members.clear()
         if not self.resolution or self.resolution == "same_map":
             self.resolution = "rebuilt" if self.victims else "same_map"
 
     def learn_verdict(self, event: VerdictReached) -> None:
         self.connect_s = max(self.connect_s, event.connect_s)
         self.vote_s = max(self.vote_s, event.vote_s)
+        self.members.setdefault(event.worker, {}).update(connect_s=event.connect_s, vote_s=event.vote_s)
         self.target, self.verdict = event.target, event.reason
         again = event.recomputed if event.recomputed is not None else int(event.course == Course.KEEP)
         self.steps_recomputed = max(self.steps_recomputed, again)
@@ -88,7 +92,13 @@ class Incident:
         if (event.generation, event.worker) not in self.received:
             self.received.add((event.generation, event.worker))
             self.transfer_bytes += event.bytes
+            self.members.setdefault(event.worker, {}).update(transfer_s=event.transfer_s)
         self.bit_exact = self.bit_exact and event.bit_exact
+
+    def learn_resumed(self, worker: int, rank: int | None, now_s: float) -> None:
+        """A member is back in its steps; `resumed_s` counts from the announcement."""
+        since_s = now_s if self.announced_s is None else self.announced_s
+        self.members.setdefault(worker, {}).update(rank=rank, resumed_s=now_s - since_s)
 
     def close(self, now_s: float, resolution: str | None = None) -> None:
         self.closed_s = now_s
@@ -154,4 +164,11 @@ class Incident:
             "bit_exact": self.bit_exact,
             "resolution": self.resolution,
             **({"would": dict(self.would)} if self.would else {}),
+            "members": self._slowest() if self.closed_s is not None else [],
         }
+
+    def _slowest(self) -> list[dict[str, Any]]:
+        """The members that took longest to resume, with their own times."""
+        known = [{"worker": worker, **times} for worker, times in self.members.items()]
+        known.sort(key=lambda member: member.get("resumed_s", 0.0), reverse=True)
+        return known[:KEPT_MEMBERS]

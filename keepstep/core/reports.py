@@ -85,6 +85,8 @@ def resumed(state: JobState, event: Resumed, now_s: float) -> None:
     state.members.workers[event.worker].step = event.step
     state.resumed.add(event.worker)
     state.start_failures = 0
+    if state.incident is not None:
+        state.incident.learn_resumed(event.worker, state.newest.rank_of(event.worker), now_s)
     if state.incident is None or not state.resumed.issuperset(state.newest.ranks) or state.gone():
         return
     incident = state.close_incident(now_s)

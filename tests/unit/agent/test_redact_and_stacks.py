@@ -62,14 +62,14 @@ def test_the_scripts_own_frame_is_named_not_the_librarys() -> None:
     assert stacks.main_thread("") == "" and stacks.main_thread("rubbish\n  File") == ""
 
 
-def test_kernel_lines_about_hardware_are_picked_out() -> None:
+def test_kernel_lines_about_hardware_are_picked_out_when_they_are_recent() -> None:
+    xid = "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus"
+    records = [(1.0, "Out of memory: Killed"), (5000.0, xid), (5001.0, "usb 1-1: new device")]
     lines = [
-        "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus",
-        "usb 1-1: new device",
-        "Out of memory: Killed",
+        readings._kernel_line(f"6,1,{int(at * 1e6)},-;{text}\n X=y".encode(), 0.0) for at, text in records
     ]
-    assert readings.notable(lines) == [lines[0], lines[2]]
-    assert readings._kernel_line(b"6,12,1500000,-;hello\n SUBSYSTEM=x", 0.0).endswith(" hello")
+    assert [line[20:] for line in readings.notable(lines, since_s=4000.0)] == [xid]
+    assert len(readings.notable(lines)) == 2
 
 
 def test_the_host_tells_of_itself_whatever_is_missing() -> None:
