@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from keepstep.agent import limits
 from keepstep.agent.announcements import Announcements
 from keepstep.agent.config import AgentConfig
 from keepstep.agent.fetching import Fetching
@@ -82,6 +83,7 @@ class Peers:
 
     async def open(self) -> None:
         """Listen. Raises UsageError."""
+        limits.raise_open_files()
         await self._listener.open()
         self._spawn(self.journals.run())
 

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from keepstep.agent import limits
 from keepstep.agent.announcements import Announcements
 from keepstep.agent.environment import Place, command_line, worker_environment
 from keepstep.agent.logs import open_logs
@@ -235,7 +236,7 @@ class Workers:
         stdout, stderr = open_logs(self._run_dir, place.worker)
         command = command_line(spec)
         try:
-            return Process.start(
+            process = Process.start(
                 command,
                 worker_environment(spec, place, self._token, tls=self._tls),
                 directory=spec.working_dir or None,
@@ -243,6 +244,8 @@ class Workers:
                 stderr=stderr,
                 on_exit=partial(self._ended, place.worker),
             )
+            limits.give_back(process.pid)
+            return process
         except (FileNotFoundError, PermissionError, NotADirectoryError) as error:
             raise UsageError(f"cannot run {command[0]!r}: {error.strerror} ({error.filename})") from None
         finally:

@@ -24,19 +24,20 @@ if TYPE_CHECKING:
     from keepstep.trainer.session import Session
 
 JOURNAL_TIMEOUT_S = 300.0
-JOURNAL_POLL_S = 0.1
+FIRST_POLL_S, LAST_POLL_S = 0.1, 2.0  # each look may ask every agent of the job
 
 
 def fetch_journal(session: Session, rank: int) -> Journal:
     """The setup journal of `rank`; waits while its player is still setting up."""
-    deadline_s = time.monotonic() + JOURNAL_TIMEOUT_S
+    deadline_s, pause_s = time.monotonic() + JOURNAL_TIMEOUT_S, FIRST_POLL_S
     while True:
         answer = session.link.fetch("journal", rank)
         if answer.data is not None:
             return Journal.from_bytes(answer.data)
         if time.monotonic() > deadline_s:
             session.leave(f"rank {rank} has not finished its setup in {JOURNAL_TIMEOUT_S:.0f} s")
-        time.sleep(JOURNAL_POLL_S)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, LAST_POLL_S)
 
 
 class Promotion:
