@@ -10,13 +10,18 @@ from dataclasses import dataclass, field
 
 from keepstep.core.types import Attempt, Generation, Lineage, Vote
 from keepstep.core.worker import WorkerMachine
+from keepstep.core.worker_phase import WorkerPhase
 
+LEARNT = (WorkerPhase.RUN, WorkerPhase.GATE, WorkerPhase.DONOR)
+GONE_ON = (*LEARNT, WorkerPhase.UPDATE)
 Content = tuple[int, ...]  # generations whose gradients were applied, one per step
 
 
 @dataclass(frozen=True, kw_only=True)
 class World:
     """Bounds: ranks with their shards, spares, steps, and how many faults of each kind.
+
+    `checkpoint`: the step at which every worker saves its shard (0: never).
 
     `fine`: every phase of a step is a move of its own. Otherwise those moves are fused that nobody
     else can tell apart because interrupts are masked there.
@@ -30,7 +35,23 @@ class World:
     flaky: int = 0
     controller: int = 0
     plan: int = 0
+    checkpoint: int = 0
     fine: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """Rules outside of the machine and the verdict (protocol.md); a hole switches one off."""
+
+    complaint: bool = True
+    retell: bool = True
+    durable: bool = True
+    fence: bool = True
+    donor: bool = True
+    pending: bool = True
+    announce: bool = True
+    cktag: bool = True
+    cknamed: bool = True
 
 
 @dataclass
@@ -45,6 +66,7 @@ class Process:
     torn: bool = False
     gradients: int = -1  # generation of the complete gradients that it really holds
     stage: str = ""  # within RUN: "compute" or "sent"; within UPDATE and ROLL: "passed", "applied"
+    late: int = -1  # generation of the gradients of an update that goes on behind its machine's back
     destroyed: bool = False  # the protocol itself, not a fault, destroyed its state
 
     def copy(self) -> Process:
@@ -77,6 +99,7 @@ class Process:
             self.torn,
             self.gradients,
             self.stage,
+            self.late,
             self.destroyed,
         )
 
@@ -114,6 +137,7 @@ class Entry:
                 v.lineage.digest if v.lineage else "",
                 v.attempt.generation if v.attempt else -1,
                 v.held_shard,
+                v.checkpoint,
             )
             for w, v in sorted(self.votes.items())
         )
@@ -130,6 +154,7 @@ class State:
         self.up = True
         self.budget: dict[str, int] = {}
         self.published = 0
+        self.saved: frozenset[tuple[str, Content]] = frozenset()  # shards on the disk
         self.bad = ""
         self._own: set[tuple[str, int]] = set()
 
@@ -176,10 +201,12 @@ class State:
                 self.up,
                 tuple(self.budget.values()),
                 self.published,
+                self.saved,
             )
         )
 
 
+Move = tuple[str, State, bool]  # (label, successor, whether it is a fault)
 _LINEAGES: dict[Content, Lineage] = {(): Lineage()}
 
 

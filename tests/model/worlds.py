@@ -17,8 +17,7 @@ from keepstep.core.worker_events import (
     Publish,
 )
 from keepstep.core.worker_phase import WorkerPhase
-from tests.model.model import Rules
-from tests.model.world import World
+from tests.model.world import Rules, World
 
 QUICK = {
     "two replicas, two crashes, every phase": World(shards="aa", spares=3, steps=2, crash=2, fine=True),
@@ -35,6 +34,16 @@ QUICK = {
     "planned move, a spurious failure": World(shards="aa", spares=2, steps=1, flaky=1, plan=1),
 }
 FULL = {
+    "two shards, a checkpoint": World(shards="ab", spares=3, steps=2, crash=2, checkpoint=1),
+    "checkpoints, a crash, a spurious failure, controller crash, every phase": World(
+        shards="ab", spares=3, steps=2, crash=1, flaky=1, controller=1, checkpoint=1, fine=True
+    ),
+    "checkpoints, two crashes, a zombie": World(
+        shards="ab", spares=4, steps=2, crash=2, zombie=1, checkpoint=1
+    ),
+    "checkpoints, planned move, a crash": World(
+        shards="ab", spares=3, steps=2, crash=1, plan=1, checkpoint=1
+    ),
     "a zombie and a spurious failure": World(shards="aa", spares=2, steps=1, zombie=1, flaky=1, fine=True),
     "controller crash, a zombie": World(shards="aa", spares=3, steps=2, crash=1, zombie=1, controller=1),
     "uneven shards, two crashes": World(shards="aba", spares=2, steps=2, crash=2),
@@ -54,12 +63,23 @@ FULL = {
 class WithoutMask(WorkerMachine):
     """An interrupt turns it round in the middle of its update."""
 
-    unmasked = True
+    unmasked = frozenset({"passed", "applied"})
+    loud = False
 
     def turn_round(self, begun: bool) -> None:
         self.phase = WorkerPhase.WAIT
         if begun:
             self.has_state, self.attempt = False, None
+
+
+class WithoutQuiet(WorkerMachine):
+    """It votes as soon as it is interrupted, though the update that the gate released goes on."""
+
+    unmasked = frozenset({"passed"})
+    loud = True
+
+    def turn_round(self, begun: bool) -> None:
+        self.phase = WorkerPhase.WAIT
 
 
 class WithoutKeep(WorkerMachine):
@@ -155,6 +175,11 @@ HOLES = {
         finding="the protocol itself destroyed a live copy",
         options={"machine": WithoutMask},
     ),
+    "quiet": Hole(
+        world=World(shards="aa", spares=1, steps=1, flaky=1, fine=True),
+        finding="but holds (0,)",
+        options={"machine": WithoutQuiet},
+    ),
     "keep": Hole(
         world=World(shards="ab", spares=1, steps=1, flaky=1, fine=True),
         finding="a rollback although every shard had a live copy",
@@ -194,6 +219,16 @@ HOLES = {
         world=World(shards="aa", spares=3, steps=1, crash=1, zombie=1, controller=1),
         finding="replicas diverged",
         options={"rules": Rules(fence=False), "decide": without_tag},
+    ),
+    "cktag": Hole(
+        world=World(shards="ab", spares=3, steps=2, crash=2, checkpoint=1),
+        finding="but holds",
+        options={"rules": Rules(cktag=False)},
+    ),
+    "cknamed": Hole(
+        world=World(shards="ab", spares=3, steps=2, crash=1, zombie=1, checkpoint=1),
+        finding="but holds",
+        options={"rules": Rules(cknamed=False)},
     ),
     "donor": Hole(
         world=World(shards="ab", spares=1, steps=2, plan=1),
