@@ -31,7 +31,7 @@ def agent(
     tls_cert: Annotated[_Text, _option("--tls-cert", "This node's certificate (PEM): connections use TLS.", "FILE")] = None,
     tls_key: Annotated[_Text, _option("--tls-key", "Its key.", "FILE")] = None,
     tls_ca: Annotated[_Text, _option("--tls-ca", "The authority that signed every node's certificate.", "FILE")] = None,
-    metrics_port: Annotated[_Text, _option("--metrics-port", "Port where this node's agent answers Prometheus; 0: any free one [none].", "PORT")] = None,
+    metrics_port: Annotated[_Text, _option("--metrics-port", "Port where this node's agent answers Prometheus [none].", "PORT")] = None,
     metrics_bind: Annotated[_Text, _option("--metrics-bind", "Address of that port [127.0.0.1].", "ADDR")] = None,
     open_metrics: Annotated[bool, typer.Option("--open-metrics", help="Processes of this machine read /metrics without a token.", show_default=False)] = False,
     config: Annotated[_Text, _option("--config", "Settings file [keepstep.toml, when there].", "FILE")] = None,

@@ -249,7 +249,7 @@ SETTINGS = (
     Setting("log-dir", folder, None),
     Setting("record-limit", record_size, 4 << 20),
     Setting("controller-port", whole(0, 65_535), 0),
-    Setting("metrics-port", whole(0, 65_535), None),
+    Setting("metrics-port", whole(1, 65_535), None),
     Setting("metrics-bind", address, "127.0.0.1"),
     Setting("open-metrics", yes_or_no, False),
     Setting("webhook", web_address, None),

@@ -47,7 +47,7 @@ def run(
     record_limit: Annotated[_Text, _option("--record-limit", help="Largest per-step record of a rank [4MiB].", metavar="SIZE")] = None,
     shutdown_timeout: Annotated[_Text, _option("--shutdown-timeout", help="Between SIGTERM and SIGKILL when the job is stopped [5].", metavar="SECONDS")] = None,
     controller_port: Annotated[_Text, _option("--controller-port", help="The controller's port on 127.0.0.1 [any free one].", metavar="PORT")] = None,
-    metrics_port: Annotated[_Text, _option("--metrics-port", help="Port where this node's agent answers Prometheus; 0: any free one [none].", metavar="PORT")] = None,
+    metrics_port: Annotated[_Text, _option("--metrics-port", help="Port where this node's agent answers Prometheus [none].", metavar="PORT")] = None,
     metrics_bind: Annotated[_Text, _option("--metrics-bind", help="Address of that port [127.0.0.1].", metavar="ADDR")] = None,
     open_metrics: Annotated[bool, _flag("--open-metrics", help="Processes of this machine read /metrics without a token.")] = False,
     webhook: Annotated[_Text, _option("--webhook", help="Post each incident there, at its begin and end.", metavar="URL")] = None,

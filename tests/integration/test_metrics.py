@@ -156,6 +156,7 @@ def test_prometheus_reads_controller_and_agent(
             with pytest.raises(urllib.error.HTTPError) as refused:
                 get(url, wrong)
             assert refused.value.code == 401
+            refused.value.close()
         assert PROMTOOL is not None
         for token in (run.token, read_token(run.token)):
             checked = subprocess.run(

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.jobs import Job, assert_identical, command, environment, reference, run_job
+from tests.unit.controller.test_webhook import Receiver
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
@@ -24,14 +25,23 @@ def test_observing_changes_no_step(tmp_path: Path, references: Path) -> None:
 
 
 def test_the_first_death_ends_an_observed_job_and_the_incident_says_what_was_not_done(tmp_path: Path) -> None:
-    job = run_job(
-        tmp_path / "run",
-        PLAIN,
-        ranks=2,
-        spares=1,
-        faults=["rank=1,step=5,at=backward"],
-        options=["--mode", "observe"],
-    )
+    receiver = Receiver()
+    try:
+        job = run_job(
+            tmp_path / "run",
+            PLAIN,
+            ranks=2,
+            spares=1,
+            faults=["rank=1,step=5,at=backward"],
+            options=["--mode", "observe", "--webhook", receiver.url],
+            env={"KEEPSTEP_WEBHOOK_SECRET": "the-receivers-own-secret"},
+        )
+    finally:
+        receiver.close()
+    posted = [(json.loads(body), headers) for _, headers, body in receiver.seen]
+    assert [body["event"] for body, _ in posted] == ["incident.opened", "incident.closed"], job.output
+    assert posted[1][0]["incident"]["state"] == "observed"
+    assert all(headers["Keepstep-Signature"].startswith("sha256=") for _, headers in posted)
     assert job.status == 137, job.output + job.worker_log()
     assert len(job.ledger("generation")) == 1, "no rank was given away"
     told = subprocess.run(
