@@ -39,7 +39,15 @@ from keepstep.core.agent import Suspicion
 from keepstep.core.events import Event, UsageRefused, WorkerExited
 from keepstep.core.job_state import say_status
 from keepstep.errors import UsageError, WireError
-from keepstep.wire.messages import PROTOCOL_VERSION, AgentHello, AgentWelcome, Ask, JobSpec, Stop
+from keepstep.wire.messages import (
+    PROTOCOL_VERSION,
+    AgentHello,
+    AgentWelcome,
+    AnnounceChange,
+    Ask,
+    JobSpec,
+    Stop,
+)
 
 CANNOT_RUN_STATUS = 127  # as a shell says it
 SOCKET_NAME = "agent.sock"
@@ -235,15 +243,15 @@ class Agent:
                 self._announcements.stand_by(action)
                 self._succession.remember()
                 self._shown.hide(action.worker)
-                self._tell(action.worker, action)
+                self._workers.tell(action.worker, action)
             case CheckSpare():
-                self._tell(action.worker, action)
-            case Announce():
-                self._announce(action)
+                self._workers.tell(action.worker, action)
+            case Announce() | AnnounceChange():
+                self._announce(self._announcements.whole(action))
             case Release():
                 for number in action.workers:
                     self._announcements.release(number)
-                    self._tell(number, action)
+                    self._workers.tell(number, action)
                 self._succession.remember()
             case KillWorker():
                 worker = self._workers.get(action.worker)
@@ -305,11 +313,6 @@ class Agent:
     def _greeted(self, worker: int) -> None:
         self._succession.remember()
         self._shown.greeted(worker)
-
-    def _tell(self, number: int, message: object) -> None:
-        worker = self._workers.get(number)
-        if worker is not None and worker.link is not None:
-            worker.link.send(message)
 
     def _suspect(self, worker: Worker, suspicion: Suspicion) -> None:
         self._spawn(self._suspects.report(worker, suspicion))

@@ -8,8 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 from keepstep.core.actions import Announce, Release, StandBy
+from keepstep.wire.changes import changed
 from keepstep.wire.codec import as_json, from_json
-from keepstep.wire.messages import Fenced
+from keepstep.wire.messages import AnnounceChange, Fenced
 
 
 class Announcements:
@@ -28,6 +29,10 @@ class Announcements:
     def generation(self) -> int | None:
         """The newest generation's number."""
         return None if self.newest is None else self.newest.generation.number
+
+    def whole(self, news: Announce | AnnounceChange) -> Announce:
+        """The announcement in full. Raises WireError when a change does not fit what is known here."""
+        return changed(self.newest, news) if isinstance(news, AnnounceChange) else news
 
     def accept(self, announce: Announce) -> bool:
         """Note an announcement; a repeated one counts. False when a newer one is known."""

@@ -92,6 +92,12 @@ class Workers:
     def get(self, number: int) -> Worker | None:
         return self._workers.get(number)
 
+    def tell(self, number: int, message: object) -> None:
+        """Send a worker a message, if it listens."""
+        worker = self._workers.get(number)
+        if worker is not None and worker.link is not None:
+            worker.link.send(message)
+
     def living(self) -> list[Worker]:
         return [worker for worker in self._workers.values() if worker.alive]
 

@@ -16,6 +16,7 @@ from typing import Any
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from keepstep.core import events as evt
+from keepstep.core.actions import Announce
 from keepstep.errors import WireError
 from keepstep.wire.codec import decode, encode
 from keepstep.wire.messages import PROTOCOL_VERSION, AgentHello, AgentWelcome, Answer, Ask, Heartbeat
@@ -71,6 +72,7 @@ class AgentLink:
         self.node = node
         self.overflowed = False
         self._waiting: asyncio.Queue[object] = asyncio.Queue(MAX_WAITING_MESSAGES)
+        self.told: Announce | None = None  # the newest announcement on this connection
         self.muted = False  # until the machine has heard of the newest connection, nothing is meant for it
         self._unsent: object | None = None
         self._tasks: tuple[asyncio.Task[None], ...] = ()
@@ -85,7 +87,8 @@ class AgentLink:
         return bool(self._tasks)
 
     def send(self, message: object) -> None:
-        """Queue a message. A full queue marks the link as overflowed: that agent no longer listens."""
+        """Queue a message, or one encoded already. A full queue marks the link as overflowed: that agent no
+        longer listens."""
         try:
             self._waiting.put_nowait(message)
         except asyncio.QueueFull:
@@ -93,7 +96,7 @@ class AgentLink:
 
     def forget_unsent(self) -> None:
         """Drop what an earlier connection did not take: its agent may not be the one that listens now."""
-        self._unsent, self.overflowed, self.muted = None, False, True
+        self._unsent, self.overflowed, self.muted, self.told = None, False, True, None
         while not self._waiting.empty():
             self._waiting.get_nowait()
             self._waiting.task_done()
@@ -150,7 +153,8 @@ class AgentLink:
         while True:
             if self._unsent is None:
                 self._unsent = await self._waiting.get()
-            await socket.send_bytes(encode(self._unsent))
+            unsent = self._unsent
+            await socket.send_bytes(unsent if isinstance(unsent, bytes) else encode(unsent))
             self._unsent = None
             self._waiting.task_done()
 

@@ -19,6 +19,7 @@ from starlette.websockets import WebSocket
 
 from keepstep.controller import agents as wire_side
 from keepstep.controller.agents import AgentLink
+from keepstep.controller.announcing import announced
 from keepstep.controller.incidents import IncidentBook
 from keepstep.controller.inquiry import Inquiries
 from keepstep.controller.ledger import Ledger, LedgerWriteFailed
@@ -249,7 +250,10 @@ class Controller:
                 task.add_done_callback(self._measurements.discard)
             case act.StandBy() | act.KillWorker() | act.CheckSpare():
                 self._send(self._places.get(action.worker, ("", -1))[0], action)
-            case act.Announce() | act.Release():
+            case act.Announce():
+                for link, data in announced(self._links.values(), action):
+                    self._send(link.node, data)
+            case act.Release():
                 for node in self._links:
                     self._send(node, action)
             case act.Say():

@@ -41,6 +41,7 @@ def succeeding_generation(
 
     Raises ValueError when there are fewer spares than vacant ranks.
     """
+    gone = frozenset(gone)
     donors = {d: rank for d, rank in newest.donors.items() if d not in gone and d not in retired}
     waiting = list(spares)
     ranks = list(newest.ranks)

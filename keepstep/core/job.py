@@ -48,7 +48,7 @@ from keepstep.core.job_config import JobConfig
 from keepstep.core.job_state import Ending, JobState, say_status
 from keepstep.core.keeping import keeper_missed, keeper_regained
 from keepstep.core.losses import USAGE_EXIT_CODE, member_lost, process_lost
-from keepstep.core.membership import Standing
+from keepstep.core.membership import Standing, Worker
 from keepstep.core.node_watch import (
     agent_disconnected,
     agent_heard,
@@ -83,6 +83,7 @@ class JobMachine:
 
     def __init__(self, config: JobConfig) -> None:
         self.state = JobState(config=config)
+        self._told_to_rehearse: list[Worker] = []
         self.state.members.ranks_per_node = config.ranks_per_node
 
     @classmethod
@@ -214,8 +215,11 @@ class JobMachine:
         """Only a spare that no rank waits for: the others are about to be told which rank to build."""
         state = self.state
         if state.over is None and not state.restarting and not state.finishing and state.waiting is None:
-            for worker in state.spares():
-                state.stand_by(worker)
+            spares = state.spares()
+            if spares is not self._told_to_rehearse:  # the same list until somebody's standing changes
+                self._told_to_rehearse = spares
+                for worker in spares:
+                    state.stand_by(worker)
 
     def _worker_exited(self, event: WorkerExited, now_s: float) -> None:
         state = self.state

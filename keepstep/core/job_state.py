@@ -118,6 +118,7 @@ class JobState:
     nodes: dict[str, NodeFacts] = field(default_factory=dict)
     watch_due_s: float | None = None  # when the suspects were to be looked at again
     suspected: set[str] = field(default_factory=set)
+    keepers: dict[str, str] = field(default_factory=dict)  # node -> the node that keeps its records
     shards: dict[int, str] = field(default_factory=dict)  # rank -> identity of the bytes it must hold
     ever: set[int] = field(default_factory=set)  # members of any generation so far
     _map: tuple[Generation | None, dict[int, int]] = (None, {})
@@ -159,12 +160,9 @@ class JobState:
             return []
         key = (self.members.version, self.newest.number)
         if self._gone[0] != key:
-            self._gone = (key, [number for number in self.newest.members if not self._useful(number)])
+            useless = [worker.number for worker in self.members.useless() if worker.number in self.places]
+            self._gone = (key, sorted(useless, key=self.places.__getitem__))
         return self._gone[1]
-
-    def _useful(self, number: int) -> bool:
-        worker = self.members.workers.get(number)
-        return worker is not None and worker.useful
 
     def rank_of(self, worker: int) -> int | None:
         return self.places.get(worker)
@@ -281,9 +279,10 @@ class JobState:
         self.ever.update(generation.members)
         self.persist("generation", {**generation_to_body(generation), "reason": reason})
         replacements = {}
-        for rank, number in enumerate(generation.ranks):
-            self.members.workers[number].standing = Standing.PLAYING
-            if generation.fresh or before is None or before.ranks[rank] != number:
+        old = (None,) * len(generation.ranks) if generation.fresh or before is None else before.ranks
+        for rank, (was, number) in enumerate(zip(old, generation.ranks, strict=True)):
+            if was != number:
+                self.members.workers[number].standing = Standing.PLAYING
                 replacements[rank] = number
         if generation.fresh:
             self.restarting, self.published, self.setup_over = False, 0, False

@@ -163,6 +163,10 @@ class Membership:
     def useful(self) -> list[Worker]:
         return self._standing_in(_USEFUL)
 
+    def useless(self) -> list[Worker]:
+        """The dead, and those on their way out."""
+        return self._standing_in((Standing.ENDING, Standing.EXITED))
+
     def useful_count(self) -> int:
         return sum(len(self._by_standing[standing]) for standing in _USEFUL)
 

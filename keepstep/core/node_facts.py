@@ -6,6 +6,7 @@ Values only; what follows from them is decided in `node_watch`.
 from __future__ import annotations
 
 import enum
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -90,6 +91,7 @@ def shared_levels(one: tuple[str, ...], other: tuple[str, ...]) -> int:
     return sum(left == right for left, right in zip(one, other, strict=False))
 
 
+@functools.lru_cache(maxsize=1 << 16)
 def natural(name: str) -> tuple[tuple[int, int | str], ...]:
     """A sort key under which node10 comes after node9."""
     return tuple(

@@ -112,18 +112,29 @@ def crowded(state: JobState, ranks: Sequence[int]) -> list[str]:
 def keepers(state: JobState) -> dict[str, str]:
     """For each node with members the node whose agent keeps their records; none where there is no other.
 
-    Evenly, in another failure domain where one is near in the order, nodes that hold spares first (a
-    replacement finds the records at home). A few candidates are looked at for each: thousands of nodes take
-    milliseconds.
+    Whoever has a keeper that still can be one keeps it. A new one is sought evenly, in another failure domain
+    where one is near in the order, among nodes that hold spares first (a replacement finds the records at
+    home). A few candidates are looked at for each: thousands of nodes take milliseconds.
     """
+    able = {name for name, node in state.nodes.items() if node.link is Link.CONNECTED and node.peer}
+    names = state.member_nodes()
+    found = {name: keeper for name, keeper in state.keepers.items() if name in names and keeper in able}
+    if len(found) < len(names):
+        _seek_keepers(state, sorted(names - found.keys(), key=natural), able, found)
+    state.keepers = found
+    return found
+
+
+def _seek_keepers(state: JobState, names: Sequence[str], able: set[str], found: dict[str, str]) -> None:
     levels = state.config.domains
     spare_nodes = {spare.node for spare in state.spares()}
-    able = [node for node in state.nodes.values() if node.link is Link.CONNECTED and node.peer]
-    able.sort(key=lambda node: (node.name not in spare_nodes, natural(node.name)))
-    places = [(node.name, domain_of(node, levels)) for node in able]
-    load = dict.fromkeys((name for name, _ in places), 0)
-    found: dict[str, str] = {}
-    for at, name in enumerate(sorted(state.member_nodes(), key=natural)):
+    order = sorted(able, key=lambda name: (name not in spare_nodes, natural(name)))
+    places = [(name, domain_of(state.nodes[name], levels)) for name in order]
+    load = dict.fromkeys(order, 0)
+    for keeper in found.values():
+        load[keeper] += 1
+    # Neighbours in the order share a rack: the search begins on the other side.
+    for at, name in enumerate(names, start=len(places) // 2):
         own = domain_of(state.nodes.get(name), levels)
         best: tuple[int, int, str] | None = None
         for step in range(min(len(places), CANDIDATES)):
@@ -133,12 +144,11 @@ def keepers(state: JobState) -> dict[str, str]:
             candidate = (shared_levels(domain, own), load[other])
             if best is None or candidate < best[:2]:
                 best = (*candidate, other)
-            if candidate <= (0, at // len(places)):
+            if candidate <= (0, len(found) // len(places)):
                 break
         if best is not None:
             found[name] = best[2]
             load[best[2]] += 1
-    return found
 
 
 def peers(state: JobState) -> dict[str, str]:

@@ -32,9 +32,10 @@ def protection(state: JobState) -> Protection:
         return Protection(on=False, reason=state.twins_differ)
     newest = None if state.restarting else state.newest
     failing = {
-        rank: reason
-        for rank, worker in enumerate(newest.ranks if newest is not None else ())
-        for reason in list(state.self_checks.get(worker, {}).values())[:1]
+        state.places[worker]: reason
+        for worker, reasons in state.self_checks.items()
+        for reason in list(reasons.values())[:1]
+        if newest is not None and worker in state.places
     }
     if not failing:
         return Protection(on=True)

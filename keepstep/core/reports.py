@@ -86,8 +86,10 @@ def resumed(state: JobState, event: Resumed, now_s: float) -> None:
     state.resumed.add(event.worker)
     state.start_failures = 0
     if state.incident is not None:
-        state.incident.learn_resumed(event.worker, state.newest.rank_of(event.worker), now_s)
-    if state.incident is None or not state.resumed.issuperset(state.newest.ranks) or state.gone():
+        state.incident.learn_resumed(event.worker, state.rank_of(event.worker), now_s)
+    if state.incident is None or len(state.resumed) < len(state.newest.ranks):
+        return  # the usual case, as often as there are ranks
+    if not state.resumed.issuperset(state.newest.ranks) or state.gone():
         return
     incident = state.close_incident(now_s)
     assert incident is not None

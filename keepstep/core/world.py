@@ -37,7 +37,7 @@ def gather_world(state: JobState, now_s: float) -> None:
     size = state.config.world_size
     if not state.begun:
         return
-    missing_nodes = state.config.nodes - sum(not node.for_spares for node in state.nodes.values())
+    missing_nodes = state.config.nodes - len(state.nodes.keys() - state.members.late)
     if missing_nodes > 0 and not state.generations:
         what = f"{missing_nodes} of {state.config.nodes} nodes to join"
         wait_for(state, what, now_s, gives_up=True)

@@ -23,8 +23,11 @@ from keepstep.core.actions import (
     StartWorker,
 )
 from keepstep.core.events import (
+    AgentDisconnected,
     AgentJoined,
+    AgentSilent,
     Event,
+    ProbeAnswered,
     Ticked,
     WorkerExited,
     WorkerParked,
@@ -186,7 +189,8 @@ class Cluster:
         if self.end is not None:
             return
         if self.controller is None:
-            if not isinstance(event, AgentJoined):  # that is said anew on every connection
+            # What agents say waits for the next controller; what its own shell sees does not.
+            if not isinstance(event, (AgentJoined, AgentDisconnected, AgentSilent, ProbeAnswered)):
                 self.outbox.append(lambda: self.hear(event))
             return
         actions = self.controller.step(event, self.agenda.now_s)

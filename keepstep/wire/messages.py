@@ -230,6 +230,26 @@ class AgentWelcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AnnounceChange:
+    """An Announce, seen from generation `base`. `ranks`: rank -> worker, where it is another one.
+
+    `peers`, `keepers`: what is new or different; `*_gone`: the nodes that are named no more.
+    """
+
+    base: int
+    number: int
+    ranks: Mapping[int, int]
+    donors: Mapping[int, int]
+    planned: bool
+    store: str
+    reason: str
+    peers: Mapping[str, str] = field(default_factory=dict)
+    peers_gone: tuple[str, ...] = ()
+    keepers: Mapping[str, str] = field(default_factory=dict)
+    keepers_gone: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
     """The agent is there. `sent_ns`: its CLOCK_REALTIME when it said so."""
 
