@@ -15,9 +15,9 @@ __all__ = ["KeepstepError", "Run", "init"]
 def __getattr__(name: str) -> Any:
     """Load the trainer (and with it torch) only when a script asks for it; the CLI never does."""
     if name in ("Run", "init"):
-        from keepstep.trainer import api
+        from keepstep.trainer import entry
 
-        return getattr(api, name)
+        return entry.load(name)
     if name == "KeepstepError":
         from keepstep.errors import KeepstepError
 

@@ -14,6 +14,8 @@ from keepstep.core.events import FingerprintTaken, SelfCheckFailed, SelfCheckPas
 from keepstep.core.job_state import JobState
 from keepstep.core.replica_rules import fingerprint_seen
 
+TORCH = "torch"  # the check of a worker whose PyTorch lacks a piece
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Protection:
@@ -52,6 +54,11 @@ def unprotected(state: JobState, gone: Sequence[int]) -> str | None:
     return found.reason
 
 
+def never_protected(state: JobState, gone: Sequence[int]) -> str | None:
+    """Why these members could not be protected from their start: their PyTorch lacks what it takes."""
+    return next((why for n in gone if (why := state.self_checks.get(n, {}).get(TORCH))), None)
+
+
 def end_unprotected(state: JobState, why: str, now_s: float) -> None:
     """As without Keepstep: the death of a worker ends the job with its exit code."""
     death = state.incident.reason if state.incident is not None else "a member is gone"
@@ -63,6 +70,8 @@ def self_check_failed(state: JobState, event: SelfCheckFailed) -> None:
     """Told once, until it holds again."""
     failing = state.self_checks.setdefault(event.worker, {})
     known = event.check in failing
+    if event.check == TORCH:  # one installation serves all of them: said once
+        known = any(TORCH in others for others in state.self_checks.values())
     failing[event.check] = event.reason
     if known or event.worker not in state.members.workers:
         return

@@ -14,7 +14,7 @@ from keepstep.core.job_state import JobState
 from keepstep.core.node_watch import explains_complaint, watch_marks
 from keepstep.core.observing import observe
 from keepstep.core.placement import heirs, moved_along
-from keepstep.core.protection import end_unprotected, unprotected
+from keepstep.core.protection import end_unprotected, never_protected, unprotected
 from keepstep.core.spare_checks import check_marks, pursue_checks
 from keepstep.core.types import Generation
 from keepstep.core.waiting import wait_for, waiting_marks
@@ -81,6 +81,9 @@ def _replace(state: JobState, gone: Sequence[int], now_s: float) -> None:
         _wait_for_those_who_left(state, left, gone, now_s)
         return
     state.complaint = None  # the death explains it
+    if why := never_protected(state, gone):
+        end_unprotected(state, why, now_s)
+        return
     if not state.setup_over:
         reason = state.incident.reason if state.incident else "a member is gone"
         restart_world(

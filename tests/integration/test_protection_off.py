@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -84,3 +85,55 @@ def test_a_rank_whose_record_finds_no_memory_goes_on_unprotected_until_there_is_
     assert job.status == 137, "the death of a rank that is not protected ends the job, as without Keepstep"
     [incident] = job.ledger("incident_closed")
     assert incident["resolution"] == "unprotected" and incident["victims"][0]["step"] == 25
+
+
+WITHOUT_A_PIECE = """
+import sys
+import torch
+from torch import nn
+
+del torch.nn.parallel.DistributedDataParallel._update_process_group
+import keepstep
+
+run = keepstep.init()
+model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+run.protect(model=model, optimizer=optimizer)
+for step in run.steps(until=5):
+    with step:
+        if "raise" in sys.argv and run.rank == 1 and step.number == 3:
+            raise ValueError("of the script")
+        model(torch.ones(1, 4)).sum().backward()
+        run.report(loss=1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+print(f"rank {run.rank} of {run.world_size}, protected: {run.is_protected}", flush=True)
+"""
+
+
+def test_a_pytorch_that_lacks_a_piece_trains_unprotected_and_says_so_once(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(WITHOUT_A_PIECE)
+    job = run_job(tmp_path / "run", [str(script)], ranks=2)
+    assert job.status == 0, job.output + job.worker_log()
+    printed = "".join(path.read_text() for path in (tmp_path / "run" / "logs").glob("*.stdout"))
+    assert sorted(re.findall(r"rank \d of 2, protected: \w+", printed)) == [
+        "rank 0 of 2, protected: False",
+        "rank 1 of 2, protected: False",
+    ]
+    said = [
+        line for line in job.output.splitlines() if "protection off: " in line and "keepstep: error" in line
+    ]
+    assert len(said) == 1, job.output
+    assert "DistributedDataParallel._update_process_group is missing" in said[0]
+
+
+def test_an_exception_of_an_unprotected_script_ends_the_job_with_its_code_and_starts_nothing_again(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(WITHOUT_A_PIECE)
+    job = run_job(tmp_path / "run", [str(script), "raise"], ranks=2, spares=1)
+    assert job.status == 1, job.output
+    assert "ValueError: of the script" in job.output
+    assert "starts again" not in job.output
