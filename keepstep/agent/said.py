@@ -14,6 +14,10 @@ from keepstep.core.events import (
     FingerprintTaken,
     Resumed,
     ScriptFailed,
+    SelfCheckFailed,
+    SelfCheckPassed,
+    SpareChecked,
+    StateDescribed,
     StateReceived,
     UsageRefused,
     VerdictReached,
@@ -22,7 +26,18 @@ from keepstep.core.events import (
 )
 
 _OF_A_GENERATION = (Complained, Resumed, StateReceived, VerdictReached)
-_KEPT = (*_OF_A_GENERATION, FingerprintTaken, ScriptFailed, UsageRefused, WorkerFinished, WorkerParked)
+_KEPT = (
+    *_OF_A_GENERATION,
+    FingerprintTaken,
+    ScriptFailed,
+    SelfCheckFailed,
+    SelfCheckPassed,
+    SpareChecked,
+    StateDescribed,
+    UsageRefused,
+    WorkerFinished,
+    WorkerParked,
+)
 
 
 # What still matters when the worker has ended, and of how many such workers it is kept.

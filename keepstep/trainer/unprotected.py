@@ -21,6 +21,7 @@ from keepstep.core.events import SelfCheckFailed, WorkerParked
 from keepstep.core.types import Generation
 from keepstep.errors import UsageError
 from keepstep.trainer import plain
+from keepstep.trainer.exit_status import leave_status
 from keepstep.trainer.link import Identity, Link
 from keepstep.trainer.peer import Directory
 from keepstep.trainer.store import AgentStore
@@ -31,6 +32,7 @@ from keepstep.wire.tls import TlsFiles
 REASON = "a piece of PyTorch is missing"  # set by whoever found out
 CHECK = "torch"
 EXIT_FENCED = 73
+EXIT_ORPHANED = 74
 
 
 class Run:
@@ -125,13 +127,14 @@ class _Worker:
         self._named = threading.Event()
         self._generation: Generation | None = None
         self._page = Page.open(self._identity.page_path)
-        self._link = Link(self._identity, self._hear)
+        self._link = Link(self._identity, self._hear, self._orphaned)
 
     def start(self, backend: str | None) -> None:
         """Report, park, and make the group of all ranks."""
         worker = self._identity.worker
         sys.stderr.write(f"keepstep: worker {worker} runs unprotected: {REASON}\n")
         sys.stderr.flush()
+        leave_status(self._identity.page_path)
         self._page.enter(Phase.PARKED)
         self._link.start()
         self._link.send(SelfCheckFailed(worker=worker, check=CHECK, reason=REASON))
@@ -166,7 +169,11 @@ class _Worker:
             case _:
                 pass
 
+    def _orphaned(self, alone_s: float) -> None:
+        self._leave(f"it has had no agent for {alone_s:.0f} s", EXIT_ORPHANED)
+
     def _leave(self, reason: str, status: int) -> None:
         sys.stderr.write(f"keepstep: worker {self._identity.worker} leaves: {reason}\n")
         sys.stderr.flush()
+        self._page.exit_status = status
         os._exit(status)
