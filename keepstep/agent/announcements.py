@@ -18,6 +18,9 @@ class Announcements:
 
     def __init__(self) -> None:
         self.newest: Announce | None = None
+        self.certain = (
+            True  # False: out of the memory of an agent that died, which may lag behind its workers
+        )
         # Pages and records of an earlier world (before a restart of every rank) say nothing about this one.
         self.fresh_since = 0
         self._standing_by: dict[int, StandBy] = {}
@@ -39,7 +42,7 @@ class Announcements:
         generation = announce.generation
         if self.newest is not None and generation.number < self.newest.generation.number:
             return False
-        self.newest = announce
+        self.newest, self.certain = announce, True
         if generation.fresh and generation.number > self.fresh_since:
             self.fresh_since = generation.number
             self._players.clear()
@@ -135,7 +138,7 @@ class Announcements:
         newest = None if state["newest"] is None else from_json(state["newest"])
         if newest is not None and not isinstance(newest, Announce):
             raise ValueError("the newest generation is no announcement")
-        self.newest = newest
+        self.newest, self.certain = newest, False
         self.fresh_since = int(state["fresh_since"])
         self._standing_by = {action.worker: action for action in map(from_json, state["standing_by"])}
         self._released = set(state["released"])

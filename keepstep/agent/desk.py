@@ -10,6 +10,7 @@ from keepstep.agent.announcements import Announcements
 from keepstep.agent.peers import Peers
 from keepstep.agent.socket import Link
 from keepstep.agent.workers import Workers
+from keepstep.core.claims import doubt
 from keepstep.core.events import (
     Complained,
     Event,
@@ -27,6 +28,7 @@ from keepstep.core.events import (
     VerdictReached,
     WorkerFinished,
     WorkerParked,
+    WorkerSuspected,
 )
 from keepstep.errors import WireError
 from keepstep.wire.messages import Fetch, Hello, JobSpec, JournalKept, Welcome
@@ -47,6 +49,10 @@ _FORWARDED = (
     UsageRefused,
     WorkerFinished,
 )
+
+
+# What speaks of a rank's state: only its player knows.
+_OF_THE_OWN_RANK = (FingerprintTaken, JournalKept, StateDescribed)
 
 
 class Desk:
@@ -107,8 +113,7 @@ class Desk:
 
     def received(self, link: Link, message: Any) -> None:
         """Answer a worker's message or pass it on. Raises WireError for one that no worker may send."""
-        if getattr(message, "worker", link.worker) != link.worker:
-            raise WireError(f"worker {link.worker} speaks for worker {message.worker}")
+        self._doubt(link.worker, message)
         match message:
             case Complained():
                 published = max(message.published, self._workers.published())
@@ -116,13 +121,30 @@ class Desk:
             case Fetch():
                 self._peers.fetch(link.worker, message, link.send)
             case JournalKept():
-                if self.spec is None or not 0 <= message.rank < self.spec.world_size:
-                    raise WireError(f"there is no rank {message.rank} to keep a journal for")
                 self._peers.journals.keep(message.rank, message.data)
             case _ if isinstance(message, _FORWARDED):
                 self._send(message)
             case _:
                 raise WireError(f"{type(message).__name__} is nothing that a worker may say")
+
+    def _doubt(self, worker: int, message: Any) -> None:
+        """Raises WireError for what this worker may not say, or what cannot be true."""
+        if getattr(message, "worker", worker) != worker:
+            raise WireError(f"worker {worker} speaks for worker {message.worker}")
+        world_size = self.spec.world_size if self.spec is not None else 0
+        known = self._announcements
+        # A worker hears of generations through its agent alone; before the first there is none to speak of.
+        newest = (-1 if known.generation is None else known.generation) if known.certain else None
+        reason = doubt(message, world_size=world_size, newest=newest)
+        if reason is not None:
+            raise WireError(f"{type(message).__name__} of worker {worker}: {reason}")
+        own, claimed = known.rank_of(worker), getattr(message, "rank", None)
+        if isinstance(message, _OF_THE_OWN_RANK) and own is not None and claimed != own:
+            raise WireError(f"worker {worker} plays rank {own} and speaks for rank {claimed}")
+
+    def lied(self, worker: int, reason: str) -> None:
+        """It cannot be believed any more: whoever decides will fence it."""
+        self._send(WorkerSuspected(worker=worker, reason=f"it breaks the protocol: {reason}"))
 
     def disconnected(self, link: Link) -> None:
         """Its end is seen by the pidfd; a lost connection alone means nothing."""

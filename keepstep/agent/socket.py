@@ -58,6 +58,9 @@ class Service(Protocol):
     def received(self, link: Link, message: Any) -> None:
         """Raises WireError for a message that no worker may send."""
 
+    def lied(self, worker: int, reason: str) -> None:
+        """A worker sent what cannot be."""
+
     def disconnected(self, link: Link) -> None: ...
 
 
@@ -138,7 +141,11 @@ class WorkerSocket:
         self._desk.connected(link)
         try:
             while (data := await read_frame(reader)) is not None:
-                self._desk.received(link, decode(data))
+                try:
+                    self._desk.received(link, decode(data))
+                except WireError as error:  # a stream that breaks off in mid-message is none: that is a death
+                    self._desk.lied(hello.worker, str(error))
+                    raise
         finally:
             self._desk.disconnected(link)
 

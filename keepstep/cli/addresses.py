@@ -35,8 +35,9 @@ def parse_endpoint(text: str, default_port: int = RENDEZVOUS_PORT) -> Endpoint:
     """HOST:PORT, HOST, [V6]:PORT or a bare IPv6 address. Raises ValueError, in words that follow a flag's name."""
     text = text.strip()
     wrong = ValueError(f"must be HOST:PORT (an IPv6 address in brackets), not {text!r}")
-    if is_address(text.removeprefix("[").removesuffix("]")):
-        return Endpoint(text.removeprefix("[").removesuffix("]"), default_port)
+    bare = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+    if is_address(bare):
+        return Endpoint(bare, default_port)
     if ":" not in text:
         if not text or any(c.isspace() or c in "/[]" for c in text):
             raise wrong

@@ -24,7 +24,6 @@ from keepstep.wire.tokens import read_token, same_token
 
 log = logging.getLogger("keepstep.controller")
 
-Deliver = Callable[[evt.Event], Awaitable[None]]
 
 HELLO_TIMEOUT_S = 10.0
 MAX_WAITING_MESSAGES = 1024
@@ -35,6 +34,7 @@ CLOSED_WRONG_TOKEN = 4401
 CLOSED_PROTOCOL = 4400
 CLOSED_READ_ONLY = 4403
 CLOSED_UNREACHABLE = 4404
+CLOSED_TAKEN = 4410
 CLOSED_REPLACED = 4409
 LEFT_IN_ORDER = 4001  # what an agent says that will not come back
 
@@ -70,6 +70,7 @@ class AgentLink:
 
     def __init__(self, node: str) -> None:
         self.node = node
+        self.pid: int | None = None
         self.overflowed = False
         self._waiting: asyncio.Queue[object] = asyncio.Queue(MAX_WAITING_MESSAGES)
         self.told: Announce | None = None  # the newest announcement on this connection
@@ -159,6 +160,9 @@ class AgentLink:
             self._waiting.task_done()
 
 
+Deliver = Callable[[AgentLink, Any], Awaitable[None]]
+
+
 async def greet(socket: WebSocket, token: str) -> AgentHello | None:
     """Accept a connection and check its first message; None (and closed, with the reason) when it may not stay."""
     await socket.accept()
@@ -218,7 +222,7 @@ async def _read(socket: WebSocket, link: AgentLink, deliver: Deliver) -> None:
             continue
         if not isinstance(message, AGENT_EVENTS):
             raise WireError(f"an agent may not send {type(message).__name__}")
-        await deliver(message)
+        await deliver(link, message)
 
 
 async def _receive(socket: WebSocket) -> bytes:

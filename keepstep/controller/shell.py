@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from starlette.websockets import WebSocket
 
 from keepstep.controller import agents as wire_side
+from keepstep.controller.admission import Admission
 from keepstep.controller.agents import AgentLink
 from keepstep.controller.announcing import announced
 from keepstep.controller.incidents import IncidentBook
@@ -80,6 +81,7 @@ class Controller:
         self._own_events: collections.deque[evt.Event] = collections.deque()  # of the machine's task itself
         self._links: dict[str, AgentLink] = {}
         self._places: dict[int, tuple[str, int]] = {}  # worker -> node, slot
+        self._admission = Admission(spec.world_size, self._places, say)
         self._returns: dict[str, asyncio.TimerHandle] = {}
         self._entries_lost = 0
         self._meter = Meter()
@@ -157,6 +159,8 @@ class Controller:
         if self._end is not None:
             await wire_side.refuse(socket, wire_side.CLOSED_REPLACED, "the job has ended")
             return
+        if not await self._admission.admits(hello, self._links.get(hello.node), socket):
+            return
         link = self._admit(hello)
         joined = evt.AgentJoined(
             node=hello.node,
@@ -171,7 +175,7 @@ class Controller:
         welcome = AgentWelcome(job=self.spec.job, world_size=self.spec.world_size, spec=self.spec)
         left: str | None = None
         try:
-            left = await wire_side.converse(socket, link, welcome, self._events.put)
+            left = await wire_side.converse(socket, link, welcome, self._hear)
         finally:
             self._left(link, left)
 
@@ -251,6 +255,7 @@ class Controller:
             case act.StandBy() | act.KillWorker() | act.CheckSpare():
                 self._send(self._places.get(action.worker, ("", -1))[0], action)
             case act.Announce():
+                self._admission.told(action)
                 for link, data in announced(self._links.values(), action):
                     self._send(link.node, data)
             case act.Release():
@@ -322,6 +327,10 @@ class Controller:
 
     # ---- agents -----------------------------------------------------------------------------------
 
+    async def _hear(self, link: AgentLink, event: evt.Event) -> None:
+        self._admission.check(link.node, event)
+        await self._events.put(event)
+
     def _admit(self, hello: AgentHello) -> AgentLink:
         timer = self._returns.pop(hello.node, None)
         if timer is not None:
@@ -330,6 +339,7 @@ class Controller:
             self._places.setdefault(worker, (hello.node, -1))
         self._all_gone.clear()
         link = self._links.setdefault(hello.node, AgentLink(hello.node))
+        link.pid = hello.pid
         link.forget_unsent()  # the machine says again what counts, once it hears that the agent is back
         return link
 

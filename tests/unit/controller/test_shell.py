@@ -173,7 +173,7 @@ def test_an_entry_is_on_the_disk_before_the_actions_behind_it_are_done(tmp_path:
 
 
 def progress(step: int) -> evt.NodeProgressed:
-    return evt.NodeProgressed(node="a", generation=0, published=step, steps={1: step})
+    return evt.NodeProgressed(node="n", generation=0, published=step, steps={1: step})
 
 
 def test_a_ledger_that_cannot_be_written_is_said_once_and_the_job_goes_on(tmp_path: Path) -> None:
