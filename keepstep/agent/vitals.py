@@ -65,7 +65,7 @@ class Vitals:
                 self._told_s = now_s
                 self._tell_progress()
             watched = [worker for worker in self._workers.living() if not worker.killed_on_purpose]
-            waited = self._waited_for(watched)
+            waited = self._waited_for(watched) | {w.number for w in watched if w.waited_elsewhere}
             samples = [s for w in watched if (s := _sample(w, w.number in waited)) is not None]
             for suspicion in self._machine.step(samples, now_s):
                 worker = self._workers.get(suspicion.worker)

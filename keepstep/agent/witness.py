@@ -101,6 +101,8 @@ class Witness:
         questions.add("evidence", self._answer)
         questions.add("evidence-files", self._files)
         questions.add("logs", self._logs)
+        questions.add("stands", self._stands)
+        questions.add("waited-for", self._hear_waited_for)
 
     def announced(self, announce: Announce) -> None:
         """Before workers hear of a newer generation: how they stood, and which lines belong to the older one."""
@@ -179,9 +181,29 @@ class Witness:
         }
         return json.dumps(told).encode()
 
+    # ---- while nobody moves ---
+
+    async def _hear_waited_for(self, about: Mapping[str, Any]) -> bytes:
+        """Question "waited-for": {workers}. The newest word counts."""
+        for number in about["workers"]:
+            if (worker := self._workers.get(int(number))) is not None:
+                worker.waited_mark = worker.mark
+        return b""
+
+    async def _stands(self, about: Mapping[str, Any]) -> bytes:
+        """Question "stands": how this node's ranks stand at this moment, in JSON. Nobody is disturbed."""
+        newest = self._announcements.newest
+        stands = []
+        for worker in self._workers if newest is not None else ():
+            assert newest is not None
+            rank = newest.generation.rank_of(worker.number)
+            if rank is not None:
+                stands.append(self._told(self._stand(worker, rank, ask=False), newest.generation.number))
+        return json.dumps({"node": self._node, "workers": stands}).encode()
+
     # ---- the moment -------------------------------------------------------------------------------
 
-    def _stand(self, worker: Worker, rank: int) -> Stand:
+    def _stand(self, worker: Worker, rank: int, *, ask: bool = True) -> Stand:
         page, phase = worker.page, phase_name(worker.page)
         phase_s = (time.monotonic_ns() - page.phase_since_ns) / 1e9
         copied = self._rings.copy(worker.number)
@@ -204,7 +226,7 @@ class Witness:
             stacks_file=worker.stacks,
             stacks_from=str(known.get("stacks_from", "")),
         )
-        if worker.alive and worker.suspected_since_s is None and waited_s > LONG_WAIT_S:
+        if ask and worker.alive and worker.suspected_since_s is None and waited_s > LONG_WAIT_S:
             before = stacks.size(worker.stacks)
             if stacks.ask(worker.python_pid or worker.process.pid, worker.stacks):
                 stand.dump_from = before

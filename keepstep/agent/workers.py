@@ -49,6 +49,18 @@ class Worker:
     suspected_since_s: float | None = None
     killed_on_purpose: bool = False
     died_in: int | None = None
+    waited_mark: tuple[int, ...] | None = None
+
+    @property
+    def mark(self) -> tuple[int, ...]:
+        """What changes when it moves."""
+        page = self.page
+        return page.generation, page.step, page.phase_since_ns, page.collectives
+
+    @property
+    def waited_elsewhere(self) -> bool:
+        """Whether ranks of other nodes wait for it, and it has not moved since they said so."""
+        return self.waited_mark is not None and self.waited_mark == self.mark
 
     @property
     def alive(self) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import tarfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,7 @@ class _Collected:
                 for name, data, modified_s in bundle.unpack_node(self._of_node(node)):
                     yield f"{node}/{name}", data, modified_s
                 self.nodes.append(node)
-            except (NoAnswer, OSError) as error:
+            except (NoAnswer, OSError, tarfile.TarError, EOFError) as error:
                 self.missing[node] = str(error)
 
     def _of_node(self, node: str) -> bytes:

@@ -90,15 +90,16 @@ class Inquiries:
             answers = await asyncio.gather(
                 *(self._ask(node, "evidence", about, ANSWER_TIMEOUT_S) for node in nodes)
             )
-        told = {node: _understood(answer) for node, answer in zip(nodes, answers, strict=True)}
-        finding = await asyncio.to_thread(_compare, list(told.values()))
+        told = {node: understood(answer) for node, answer in zip(nodes, answers, strict=True)}
+        finding = await asyncio.to_thread(compare, list(told.values()))
         del self._over[incident]
         self._note(_body(incident, generation, told, finding))
         if finding.kind != "nobody" and not _all_died(finding, told):
             self._say(f"incident {incident}: {finding.text}", "info")
 
 
-def _understood(answer: Answer) -> dict[str, Any]:
+def understood(answer: Answer) -> dict[str, Any]:
+    """A node's summary; {"error": why} when there is none."""
     if not answer.ok:
         return {"error": answer.detail}
     try:
@@ -108,7 +109,7 @@ def _understood(answer: Answer) -> dict[str, Any]:
     return value if isinstance(value, dict) else {"error": "the answer is no object"}
 
 
-def _compare(told: Sequence[Mapping[str, Any]]) -> Finding:
+def compare(told: Sequence[Mapping[str, Any]]) -> Finding:
     """The guilty rank, from all nodes' summaries; a summary that makes no sense is left out."""
     views = []
     for summary in told:

@@ -21,22 +21,22 @@ from keepstep.controller import agents as wire_side
 from keepstep.controller.admission import Admission
 from keepstep.controller.agents import AgentLink
 from keepstep.controller.announcing import announced
+from keepstep.controller.farewell import see_off
 from keepstep.controller.incidents import IncidentBook
 from keepstep.controller.inquiry import Inquiries
 from keepstep.controller.ledger import Ledger, LedgerWriteFailed
 from keepstep.controller.measuring import measure_link
 from keepstep.controller.metrics import JobMetrics, Meter
+from keepstep.controller.standstill import Standstill
 from keepstep.controller.view import live_status
 from keepstep.core import actions as act
 from keepstep.core import events as evt
-from keepstep.wire.messages import AgentHello, AgentWelcome, Answer, JobSpec, Stop
+from keepstep.wire.messages import AgentHello, AgentWelcome, Answer, JobSpec
 
 log = logging.getLogger("keepstep.controller")
 
 MAX_WAITING_EVENTS = 10_000
 AGENT_RETURN_TIMEOUT_S = 30.0
-FAREWELL_TIMEOUT_S = 15.0
-HARD_FAREWELL_TIMEOUT_S = 3.0
 INQUIRY_TIMEOUT_S = 4.0
 BROKEN_EXIT_CODE = 70  # sysexits.h: an internal software error
 
@@ -100,6 +100,7 @@ class Controller:
         self._all_gone = asyncio.Event()
         self._disk = ThreadPoolExecutor(1, "keepstep-ledger")
         self._inquiries = Inquiries(ask=self.ask, nodes=lambda: self.nodes, note=self._note, say=say)
+        self._standstill = Standstill(ask=self.ask, nodes=lambda: self.nodes, say=say)
         for entry in ledger.entries():
             self.incidents.add(entry.kind, entry.value(), entry.time_s)
             self._inquiries.resume(entry.kind, entry.value())
@@ -198,6 +199,7 @@ class Controller:
             self._hard.set()
             return self._end.exit_code
         finally:
+            self._standstill.close()
             await self._finish_inquiries()
             await self._see_agents_off()
             for timer in self._returns.values():
@@ -227,6 +229,7 @@ class Controller:
         now_s = time.monotonic()
         actions = self._machine.step(event, now_s)
         self._meter.saw(event, actions, now_s)
+        self._standstill.saw(event)
         await self._carry_out(actions)
 
     async def _carry_out(self, actions: Sequence[act.Action]) -> None:
@@ -374,27 +377,5 @@ class Controller:
             )
 
     async def _see_agents_off(self) -> None:
-        """Tell every agent to stop and wait until they have left; a second Ctrl-C makes it hard."""
-        if not any(link.connected for link in self._links.values()):
-            return
-        hard = self._hard.is_set()
-        self._stop_all(hard)
-        if not hard and not await self._gone_within(FAREWELL_TIMEOUT_S):
-            self._stop_all(hard=True)
-        await self._gone_within(HARD_FAREWELL_TIMEOUT_S)
-
-    def _stop_all(self, hard: bool) -> None:
         code, reason = (self._end.exit_code, self._end.reason) if self._end is not None else (0, "")
-        for link in self._links.values():
-            if link.connected:
-                link.send(Stop(hard=hard, exit_code=code, reason=reason))
-
-    async def _gone_within(self, timeout_s: float) -> bool:
-        """True when all agents have left. Returns early, False, when the stop becomes a hard one meanwhile."""
-        gone = asyncio.create_task(self._all_gone.wait())
-        hard = asyncio.create_task(self._hard.wait())
-        waits = {gone} if self._hard.is_set() else {gone, hard}
-        await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        for task in (gone, hard):
-            task.cancel()
-        return self._all_gone.is_set()
+        await see_off(self._links.values(), code, reason, hard=self._hard, all_gone=self._all_gone)
