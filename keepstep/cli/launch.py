@@ -13,6 +13,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from keepstep.agent.agent import Agent
@@ -21,6 +22,7 @@ from keepstep.cli.addresses import is_address, is_loopback, is_wildcard, own_add
 from keepstep.cli.console import REFRESH_S, Terminal
 from keepstep.cli.live import draw_table, progress_line, summary
 from keepstep.cli.options import NodeOptions, RunOptions
+from keepstep.controller import resume
 from keepstep.controller.api import build_app
 from keepstep.controller.ledger import Ledger, LedgerWriteFailed
 from keepstep.controller.rundir import RunDirectory, new_token
@@ -38,37 +40,63 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def launch(options: RunOptions, remarks: Sequence[str]) -> int:
-    """Run the job to its end. Returns the exit code; raises UsageError before anything was started."""
+    """Run the job to its end, or go on with one whose controller died. Returns the exit code.
+
+    Raises UsageError before anything was started.
+    """
     run_dir = RunDirectory(options.run_dir)
-    if run_dir.ledger.exists():
-        Ledger(run_dir.ledger).close()  # a newer or foreign ledger is refused in its own words
-        raise UsageError(f"{run_dir.path} already holds a run: choose another --log-dir")
-    run_dir.make()
-    sock = bind(options.bind.host, options.bind.port)
+    taken = _take_up(options, run_dir)
     try:
-        advertise = advertised(options, sock.getsockname()[0])
-        ledger = Ledger(run_dir.ledger)
+        sock = bind(*_where(options, taken))
+    except UsageError:
+        if taken is not None:
+            taken.ledger.close()
+        raise
+    host, port = sock.getsockname()[:2]
+    try:
+        advertise = advertised(options, host)
+        if taken is None:
+            run_dir.make()
+        ledger = taken.ledger if taken is not None else Ledger(run_dir.ledger)
     except KeepstepError:
         sock.close()
         raise
-    token = options.trust.token or new_token()
-    job = _Job(options, run_dir, ledger, token, advertise)
-    named = options.endpoint or options.bind
-    name = None if is_wildcard(named.host) else named.host
+    over = False
     try:
-        server = Server(
-            build_app(job.controller, open_metrics=options.telemetry.open_metrics),
-            sock,
-            name=name,
-            tls=options.trust.tls,
-        )
-        return asyncio.run(job.run(server, remarks))
+        job = _Job(options, run_dir, ledger, (host, port), advertise, taken)
+        named = options.endpoint or options.bind
+        name = None if is_wildcard(named.host) else named.host
+        app = build_app(job.controller, open_metrics=options.telemetry.open_metrics)
+        server = Server(app, sock, name=name, tls=options.trust.tls)
+        try:
+            return asyncio.run(job.run(server, remarks))
+        finally:
+            job.terminal.close()
+            over = not options.outlived or resume.is_over(ledger)
     finally:
-        job.terminal.close()
         with contextlib.suppress(LedgerWriteFailed):
             ledger.close()
-        run_dir.withdraw_address()
+        if over:
+            run_dir.withdraw_address()
         sock.close()
+
+
+def _take_up(options: RunOptions, run_dir: RunDirectory) -> resume.TakenUp | None:
+    """The run that lies in the run directory already; None for a new one. Raises UsageError."""
+    if not run_dir.ledger.exists():
+        return None
+    if not options.outlived:
+        Ledger(run_dir.ledger).close()  # a newer or foreign ledger is refused in its own words
+        raise UsageError(f"{run_dir.path} already holds a run: choose another --log-dir")
+    name = options.job if options.job_named else None
+    return resume.take_up(run_dir, _spec(options), job=name, token=options.trust.token)
+
+
+def _where(options: RunOptions, taken: resume.TakenUp | None) -> tuple[str, int]:
+    """Where to listen: agents look for a controller that was away where it was before."""
+    if taken is None or options.bind.port != 0:
+        return options.bind.host, options.bind.port
+    return taken.host, taken.port
 
 
 def advertised(options: RunOptions, bound: str) -> str:
@@ -95,9 +123,17 @@ class _Job:
     """The pieces of one running job, and how they are wired."""
 
     def __init__(
-        self, options: RunOptions, run_dir: RunDirectory, ledger: Ledger, token: str, advertise: str
+        self,
+        options: RunOptions,
+        run_dir: RunDirectory,
+        ledger: Ledger,
+        bound: tuple[str, int],
+        advertise: str,
+        taken: resume.TakenUp | None,
     ) -> None:
         self._options = options
+        self._bound = bound
+        self._taken = taken
         self._advertise = advertise
         self._run_dir = run_dir
         self._ledger = ledger
@@ -107,12 +143,15 @@ class _Job:
         self.terminal = Terminal(
             draw=lambda: draw_table(self._view), progress=lambda: progress_line(self._view)
         )
+        spec = _spec(options) if taken is None else taken.spec
+        config = replace(_machine_config(options), job=spec.job)
         self.controller = Controller(
-            machine=JobMachine(_machine_config(options)),
-            spec=_spec(options),
-            token=token,
+            machine=JobMachine(config) if taken is None else taken.machine(config),
+            spec=spec,
+            token=options.trust.token or (new_token() if taken is None else taken.token),
             ledger=ledger,
             say=self.terminal.say,
+            outlived=options.outlived,
         )
         self._webhook = self._make_webhook()
 
@@ -120,7 +159,7 @@ class _Job:
         told = self._options.telemetry
         if told.webhook is None:
             return None
-        webhook = Webhook(told.webhook, told.secret, self._options.job, self.terminal.say)
+        webhook = Webhook(told.webhook, told.secret, self.controller.spec.job, self.terminal.say)
         self.controller.incidents.on_change = webhook.tell
         self.controller.metrics.webhook = webhook.numbers
         return webhook
@@ -129,9 +168,13 @@ class _Job:
         options, say = self._options, self.terminal.say
         for remark in remarks:
             say(remark, "warning")
+        job = self.controller.spec.job
         say(
-            f"job {options.job}: {options.world_size} ranks, {options.spares} spares, run directory {self._run_dir.path}"
+            f"job {job}: {options.world_size} ranks, {options.spares} spares, run directory {self._run_dir.path}"
         )
+        if self._taken is not None:
+            count = len(self._taken.entries)
+            say(f"it goes on from entry {count} of its ledger; its agents are awaited at {server.url}")
         if options.node is None or options.endpoint is not None:
             say(f"nodes join with: keepstep agent --join {server.url} --token-file {self._token_hint()}")
         with self._signals():
@@ -139,13 +182,15 @@ class _Job:
             try:
                 self._run_dir.publish_address(
                     server.url,
-                    options.job,
+                    job,
                     self.controller.token,
                     read_token(self.controller.token),
                     options.trust.tls,
                 )
+                if options.outlived:
+                    resume.keep(self._run_dir, self.controller.spec, *self._bound)
             except OSError as error:
-                say(f"keepstep status will not find this job: {error}", "warning")
+                say(f"neither keepstep status nor a later controller will find this job: {error}", "warning")
             node = options.node
             agent = None if node is None else asyncio.create_task(self._agent(server.url, node), name="agent")
             looking = asyncio.create_task(self._look(), name="look")

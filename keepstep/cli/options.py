@@ -53,7 +53,8 @@ class RunOptions:
     """Everything that `keepstep run` and `keepstep controller` need, resolved and checked.
 
     `endpoint`: where nodes find the controller; None for a job on this machine alone. `bind`: where the
-    controller listens. `node`: this machine's part; None where only the controller runs.
+    controller listens. `node`: this machine's part; None where only the controller runs. `job_named`: the user
+    gave the job its name.
     """
 
     script: str
@@ -67,6 +68,7 @@ class RunOptions:
     replace_unit: Literal["rank", "node"]
     mode: Literal["run", "observe"]
     job: str
+    job_named: bool
     run_dir: Path
     endpoint: Endpoint | None
     bind: Endpoint
@@ -80,6 +82,11 @@ class RunOptions:
     trust: Trust
     telemetry: Telemetry
     node: NodeOptions | None
+
+    @property
+    def outlived(self) -> bool:
+        """Whether there may be workers that outlive this process: then another one can take the run up."""
+        return self.node is None or self.endpoint is not None
 
     @property
     def joins(self) -> bool:
@@ -144,6 +151,7 @@ def choose(
         replace_unit=settings["replace_unit"],
         mode=settings["mode"],
         job=job,
+        job_named=named,
         run_dir=run_dir,
         endpoint=endpoint,
         bind=bind,

@@ -73,19 +73,35 @@ class AgentLink:
         self.pid: int | None = None
         self.overflowed = False
         self._waiting: asyncio.Queue[object] = asyncio.Queue(MAX_WAITING_MESSAGES)
+        self.connection = 0  # which one counts
         self.told: Announce | None = None  # the newest announcement on this connection
         self.muted = False  # until the machine has heard of the newest connection, nothing is meant for it
         self._unsent: object | None = None
         self._tasks: tuple[asyncio.Task[None], ...] = ()
         self._asked: dict[int, asyncio.Future[Answer]] = {}
         self._next_request = 1
-        self.heard_s = time.monotonic()  # when this agent last said anything
-        self.late = 0  # how often that was later than its heartbeats explain
+        self.heartbeat_s = 0.0  # how often it was told to say that it is there
+        self.late = 0  # how often it said so later than that explains
         self._beats = False
+        self._heard_s = time.monotonic()
+        self._delivering = False
 
     @property
     def connected(self) -> bool:
         return bool(self._tasks)
+
+    @property
+    def heard_s(self) -> float:
+        """When this agent last said anything; now, while we are the ones who do not listen to it."""
+        return time.monotonic() if self._delivering else self._heard_s
+
+    async def deliver(self, message: evt.Event, deliver: Deliver) -> None:
+        """Pass an event on. It may take a while, and the agent's next heartbeats wait behind it."""
+        self._delivering = True
+        try:
+            await deliver(self, message)
+        finally:
+            self._delivering = False
 
     def send(self, message: object) -> None:
         """Queue a message, or one encoded already. A full queue marks the link as overflowed: that agent no
@@ -98,6 +114,7 @@ class AgentLink:
     def forget_unsent(self) -> None:
         """Drop what an earlier connection did not take: its agent may not be the one that listens now."""
         self._unsent, self.overflowed, self.muted, self.told = None, False, True, None
+        self.connection += 1
         while not self._waiting.empty():
             self._waiting.get_nowait()
             self._waiting.task_done()
@@ -122,9 +139,9 @@ class AgentLink:
     def hear(self, message: object) -> bool:
         """Take what is for this link alone: True when the message was no event for the machine."""
         now_s = time.monotonic()
-        self.late += self._beats and now_s - self.heard_s > LATE_S
+        self.late += self._beats and now_s - self._heard_s > LATE_S
         self._beats = self._beats or isinstance(message, Heartbeat)
-        self.heard_s = now_s
+        self._heard_s = now_s
         if isinstance(message, Answer):
             asked = self._asked.get(message.request)
             if asked is not None and not asked.done():
@@ -142,6 +159,7 @@ class AgentLink:
         pump = asyncio.create_task(self._pump(socket), name=f"to-agent-{self.node}")
         read = asyncio.create_task(_read(socket, self, deliver), name=f"from-agent-{self.node}")
         self._tasks = (pump, read)
+        self._heard_s = time.monotonic()
         return self._tasks
 
     def detach(self, tasks: tuple[asyncio.Task[None], ...]) -> None:
@@ -188,6 +206,19 @@ async def greet(socket: WebSocket, token: str) -> AgentHello | None:
     return hello
 
 
+def joined(hello: AgentHello) -> evt.AgentJoined:
+    """What the machine hears of an agent that was admitted."""
+    return evt.AgentJoined(
+        node=hello.node,
+        slots=hello.slots,
+        workers=hello.workers,
+        exited=hello.exited,
+        finished=hello.finished,
+        labels=hello.labels,
+        peer=hello.peer,
+    )
+
+
 async def converse(socket: WebSocket, link: AgentLink, welcome: AgentWelcome, deliver: Deliver) -> str | None:
     """Speak with a greeted agent until it leaves. `deliver` may make it wait: that is the back-pressure.
 
@@ -222,7 +253,7 @@ async def _read(socket: WebSocket, link: AgentLink, deliver: Deliver) -> None:
             continue
         if not isinstance(message, AGENT_EVENTS):
             raise WireError(f"an agent may not send {type(message).__name__}")
-        await deliver(link, message)
+        await link.deliver(message, deliver)
 
 
 async def _receive(socket: WebSocket) -> bytes:

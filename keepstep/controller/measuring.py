@@ -12,6 +12,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from keepstep.core.actions import MeasureLink
+from keepstep.core.events import LinkMeasured
 from keepstep.wire.messages import Answer
 
 BYTES = 64 << 20
@@ -29,6 +31,18 @@ class Asking(Protocol):
     def nodes(self) -> tuple[str, ...]: ...
 
     async def ask(self, node: str, what: str, about: Mapping[str, Any], timeout_s: float) -> Answer: ...
+
+
+async def link_measured(controller: Asking, order: MeasureLink) -> LinkMeasured:
+    """What came of the core's order, as an event. Never raises."""
+    link = await measure_link(controller, order.node, order.to)
+    return LinkMeasured(
+        node=order.node,
+        to=order.to,
+        bytes_per_s=int(link["bytes_per_s"] or 0),
+        latency_s=link["latency_s"] or 0.0,
+        detail=link["detail"],
+    )
 
 
 async def measure_link(

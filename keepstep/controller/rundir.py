@@ -1,6 +1,7 @@
 """Where a job keeps what it leaves behind, and how a running job is found from another terminal.
 
-Layout: ledger.sqlite, controller.json, token and token.read (while the job runs), logs/, reports/, evidence/.
+Layout: ledger.sqlite, job.json (what a later controller needs), controller.json, token and token.read (until the
+job has ended), logs/, reports/, evidence/.
 """
 
 from __future__ import annotations
@@ -49,6 +50,10 @@ class RunDirectory:
         return self.path / "token"
 
     @property
+    def job_file(self) -> Path:
+        return self.path / "job.json"
+
+    @property
     def read_token_file(self) -> Path:
         return self.path / "token.read"
 
@@ -66,13 +71,13 @@ class RunDirectory:
         self, url: str, job: str, token: str, read_token: str | None = None, tls: TlsFiles | None = None
     ) -> None:
         """Write controller.json and the tokens, all readable by their owner only. Raises OSError."""
-        _write_private(self.token_file, token)
+        write_private(self.token_file, token)
         if read_token is not None:
-            _write_private(self.read_token_file, read_token)
+            write_private(self.read_token_file, read_token)
         address = {"url": url, "job": job, "pid": os.getpid(), "token_file": self.token_file.name}
         if tls is not None:
             address["tls"] = {"cert": tls.cert, "key": tls.key, "ca": tls.ca}
-        _write_private(self.address_file, json.dumps(address, indent=2) + "\n")
+        write_private(self.address_file, json.dumps(address, indent=2) + "\n")
 
     def withdraw_address(self) -> None:
         """Remove what publish_address wrote; nothing to remove is no error."""
@@ -116,7 +121,7 @@ def _alive(pid: int) -> bool:
     return True
 
 
-def _write_private(path: Path, text: str) -> None:
+def write_private(path: Path, text: str) -> None:
     """Born with mode 0600 under another name, then renamed: never readable by others, never half written."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     draft.unlink(missing_ok=True)

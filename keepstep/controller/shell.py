@@ -22,21 +22,22 @@ from keepstep.controller.admission import Admission
 from keepstep.controller.agents import AgentLink
 from keepstep.controller.announcing import announced
 from keepstep.controller.farewell import see_off
+from keepstep.controller.heartbeats import Heartbeats
 from keepstep.controller.incidents import IncidentBook
 from keepstep.controller.inquiry import Inquiries
 from keepstep.controller.ledger import Ledger, LedgerWriteFailed
-from keepstep.controller.measuring import measure_link
+from keepstep.controller.measuring import link_measured
 from keepstep.controller.metrics import JobMetrics, Meter
 from keepstep.controller.standstill import Standstill
 from keepstep.controller.view import live_status
 from keepstep.core import actions as act
 from keepstep.core import events as evt
-from keepstep.wire.messages import AgentHello, AgentWelcome, Answer, JobSpec
+from keepstep.core.silence import DEFAULT_TIMEOUT_S
+from keepstep.wire.messages import AgentHello, Answer, JobSpec
 
 log = logging.getLogger("keepstep.controller")
 
 MAX_WAITING_EVENTS = 10_000
-AGENT_RETURN_TIMEOUT_S = 30.0
 INQUIRY_TIMEOUT_S = 4.0
 BROKEN_EXIT_CODE = 70  # sysexits.h: an internal software error
 
@@ -56,7 +57,9 @@ class Machine(Protocol):
 class Controller:
     """One job's controller. `run` returns the job's exit code.
 
-    `say(text, level)` shows one line to people.
+    `say(text, level)` shows one line to people. `heartbeat_timeout_s`: an agent that says nothing for so long
+    is silent. `outlived`: should this controller break, agents and training go on without it, and another one
+    takes up the ledger; otherwise everything ends with it.
     """
 
     def __init__(
@@ -67,7 +70,8 @@ class Controller:
         token: str,
         ledger: Ledger,
         say: Callable[[str, str], None],
-        agent_return_timeout_s: float = AGENT_RETURN_TIMEOUT_S,
+        heartbeat_timeout_s: float = DEFAULT_TIMEOUT_S,
+        outlived: bool = False,
     ) -> None:
         self.token = token
         self.spec = spec
@@ -76,13 +80,14 @@ class Controller:
         self._started_s = time.time()
         self._ledger = ledger
         self._say = say
-        self._agent_return_timeout_s = agent_return_timeout_s
+        self._outlived = outlived
+        self._abandoned = False
         self._events: asyncio.Queue[evt.Event | act.Persist] = asyncio.Queue(MAX_WAITING_EVENTS)
         self._own_events: collections.deque[evt.Event] = collections.deque()  # of the machine's task itself
         self._links: dict[str, AgentLink] = {}
+        self._heartbeats = Heartbeats(self._links, spec, self._put, heartbeat_timeout_s)
         self._places: dict[int, tuple[str, int]] = {}  # worker -> node, slot
         self._admission = Admission(spec.world_size, self._places, say)
-        self._returns: dict[str, asyncio.TimerHandle] = {}
         self._entries_lost = 0
         self._meter = Meter()
         self.metrics = JobMetrics(
@@ -101,9 +106,19 @@ class Controller:
         self._disk = ThreadPoolExecutor(1, "keepstep-ledger")
         self._inquiries = Inquiries(ask=self.ask, nodes=lambda: self.nodes, note=self._note, say=say)
         self._standstill = Standstill(ask=self.ask, nodes=lambda: self.nodes, say=say)
-        for entry in ledger.entries():
-            self.incidents.add(entry.kind, entry.value(), entry.time_s)
-            self._inquiries.resume(entry.kind, entry.value())
+        entries = ledger.entries()
+        for entry in entries:
+            self._recall(entry.kind, entry.value(), entry.time_s)
+        self._resumed = bool(entries)
+        if entries:
+            self._started_s = entries[0].time_s
+
+    def _recall(self, kind: str, body: Mapping[str, Any], time_s: float) -> None:
+        """One entry of an earlier controller."""
+        self.incidents.add(kind, body, time_s)
+        self._inquiries.resume(kind, body)
+        if kind == "note" and body.get("about") == "worker":
+            self._places[int(body["worker"])] = (str(body["node"]), int(body["slot"]))
 
     # ---- what others may call ---------------------------------------------------------------------
 
@@ -132,13 +147,11 @@ class Controller:
             self._hard.set()
         if self._end is not None:
             return
-        with contextlib.suppress(asyncio.QueueFull):
-            self._events.put_nowait(evt.StopRequested(signal=signal_name, hard=hard))
+        self._put(evt.StopRequested(signal=signal_name, hard=hard))
 
     def lose_agent(self, node: str, reason: str) -> None:
         """An embedded agent is known to have ended: no sense in waiting for its return."""
-        with contextlib.suppress(asyncio.QueueFull):
-            self._events.put_nowait(evt.AgentLost(node=node, reason=reason))
+        self._put(evt.AgentLost(node=node, reason=reason))
 
     async def ask(self, node: str, what: str, about: Mapping[str, Any], timeout_s: float) -> Answer:
         """Ask one node's agent something that people want to see. Never raises: see `Answer.ok`."""
@@ -163,28 +176,23 @@ class Controller:
         if not await self._admission.admits(hello, self._links.get(hello.node), socket):
             return
         link = self._admit(hello)
-        joined = evt.AgentJoined(
-            node=hello.node,
-            slots=hello.slots,
-            workers=hello.workers,
-            exited=hello.exited,
-            finished=hello.finished,
-            labels=hello.labels,
-            peer=hello.peer,
-        )
-        await self._events.put(joined)
-        welcome = AgentWelcome(job=self.spec.job, world_size=self.spec.world_size, spec=self.spec)
+        connection = link.connection
+        await self._events.put(wire_side.joined(hello))
         left: str | None = None
         try:
-            left = await wire_side.converse(socket, link, welcome, self._hear)
+            left = await wire_side.converse(socket, link, self._heartbeats.welcome(link), self._hear)
         finally:
-            self._left(link, left)
+            if link.connection == connection:  # else a newer one has been admitted
+                self._left(link, left)
 
     # ---- the loop ---------------------------------------------------------------------------------
 
     async def run(self) -> int:
         """Step the machine until it ends the job, then see the agents off. Returns the exit code."""
+        listening = asyncio.create_task(self._heartbeats.run(), name="silence")
         try:
+            if self._resumed:
+                await self._step(evt.Ticked())
             while self._end is None:
                 event = await self._next_event()
                 if isinstance(event, act.Persist):
@@ -194,16 +202,18 @@ class Controller:
             return self._end.exit_code
         except Exception:
             log.exception("the controller is broken")
-            self._say("Keepstep itself failed (its story is above): the job ends", "error")
+            self._abandoned = self._outlived
+            what = "training goes on, start it again" if self._outlived else "the job ends"
+            self._say(f"Keepstep itself failed (its story is above): {what}", "error")
             self._end = act.EndJob(exit_code=BROKEN_EXIT_CODE, reason="internal error")
             self._hard.set()
             return self._end.exit_code
         finally:
             self._standstill.close()
+            listening.cancel()
             await self._finish_inquiries()
-            await self._see_agents_off()
-            for timer in self._returns.values():
-                timer.cancel()
+            if not self._abandoned:
+                await self._see_agents_off()
             for task in self._measurements:
                 task.cancel()
             self._disk.shutdown(wait=True)
@@ -317,16 +327,7 @@ class Controller:
 
     async def _measure(self, action: act.MeasureLink) -> None:
         """A spare's node towards another one; what comes of it is an event like any other."""
-        link = await measure_link(self, action.node, action.to)
-        await self._events.put(
-            evt.LinkMeasured(
-                node=action.node,
-                to=action.to,
-                bytes_per_s=int(link["bytes_per_s"] or 0),
-                latency_s=link["latency_s"] or 0.0,
-                detail=link["detail"],
-            )
-        )
+        await self._events.put(await link_measured(self, action))
 
     # ---- agents -----------------------------------------------------------------------------------
 
@@ -335,9 +336,6 @@ class Controller:
         await self._events.put(event)
 
     def _admit(self, hello: AgentHello) -> AgentLink:
-        timer = self._returns.pop(hello.node, None)
-        if timer is not None:
-            timer.cancel()
         for worker in hello.workers:
             self._places.setdefault(worker, (hello.node, -1))
         self._all_gone.clear()
@@ -355,12 +353,11 @@ class Controller:
         if farewell is not None:
             self.lose_agent(link.node, f"its agent has left ({farewell})")
             return
-        self._returns[link.node] = asyncio.get_running_loop().call_later(
-            self._agent_return_timeout_s,
-            self.lose_agent,
-            link.node,
-            f"agent of {link.node} did not come back within {self._agent_return_timeout_s:g} s",
-        )
+        self._put(evt.AgentDisconnected(node=link.node, reason="its connection ended"))
+
+    def _put(self, event: evt.Event) -> None:
+        with contextlib.suppress(asyncio.QueueFull):
+            self._events.put_nowait(event)
 
     def _send(self, node: str, message: object) -> None:
         link = self._links.get(node)

@@ -16,6 +16,7 @@ FASTEST_HEARTBEAT_S = 0.25
 MAX_HEARTBEATS_PER_S = 2000
 HEARTBEATS_MISSED = 4
 DEFAULT_TIMEOUT_S = 1.0
+REPEAT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,13 +27,19 @@ class Heard:
     heartbeat_s: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Silence:
+    last_s: float
+    told_s: float
+
+
 def heartbeat_s(agents: int) -> float:
     """How often each of so many agents shall say that it is there."""
     return max(FASTEST_HEARTBEAT_S, agents / MAX_HEARTBEATS_PER_S)
 
 
 class SilenceWatch:
-    """`step` takes all connected agents at one moment and says whose state changed.
+    """`step` takes all connected agents at one moment: who fell silent, who still is (once a second), who spoke.
 
     `timeout_s`: silence beyond it counts, and beyond four heartbeats. `largest_gap_s`: time between two
     steps beyond this was not watched.
@@ -45,7 +52,7 @@ class SilenceWatch:
         self._largest_gap_s = largest_gap_s
         self._watched_since_s: float | None = None
         self._last_s: float | None = None
-        self._silent: dict[str, float] = {}  # node -> when it was last heard
+        self._silent: dict[str, _Silence] = {}
 
     def step(self, heard: Mapping[str, Heard], now_s: float) -> list[AgentSilent | AgentHeard]:
         """Look at every connected agent; one that disconnects is forgotten. `now_s` never goes back."""
@@ -53,16 +60,17 @@ class SilenceWatch:
             self._watched_since_s = now_s
         self._last_s = now_s
         assert self._watched_since_s is not None
-        self._silent = {node: last_s for node, last_s in self._silent.items() if node in heard}
+        self._silent = {node: silence for node, silence in self._silent.items() if node in heard}
         found: list[AgentSilent | AgentHeard] = []
         for node, agent in heard.items():
-            if node in self._silent:
-                if agent.last_s > self._silent[node]:
-                    del self._silent[node]
-                    found.append(AgentHeard(node=node))
+            known = self._silent.get(node)
+            if known is not None and agent.last_s > known.last_s:
+                del self._silent[node]
+                found.append(AgentHeard(node=node))
                 continue
             silent_s = now_s - max(agent.last_s, self._watched_since_s)
-            if silent_s > max(self._timeout_s, HEARTBEATS_MISSED * agent.heartbeat_s):
-                self._silent[node] = agent.last_s
+            limit_s = max(self._timeout_s, HEARTBEATS_MISSED * agent.heartbeat_s)
+            if silent_s > limit_s and (known is None or now_s - known.told_s >= REPEAT_S):
+                self._silent[node] = _Silence(last_s=agent.last_s, told_s=now_s)
                 found.append(AgentSilent(node=node, silent_s=silent_s))
         return found

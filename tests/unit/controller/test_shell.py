@@ -18,6 +18,7 @@ from websockets.exceptions import ConnectionClosed
 
 from keepstep.controller import agents
 from keepstep.controller.api import build_app
+from keepstep.controller.heartbeats import Heartbeats
 from keepstep.controller.ledger import Ledger, LedgerReader
 from keepstep.controller.server import Server, bind
 from keepstep.controller.shell import BROKEN_EXIT_CODE, Controller
@@ -27,7 +28,7 @@ from keepstep.core.job import JobConfig, JobMachine
 from keepstep.core.types import Generation
 from keepstep.errors import InvariantError, UsageError
 from keepstep.wire.codec import decode, encode
-from keepstep.wire.messages import PROTOCOL_VERSION, AgentHello, AgentWelcome, JobSpec, Stop
+from keepstep.wire.messages import PROTOCOL_VERSION, AgentHello, AgentWelcome, Heartbeat, JobSpec, Stop
 
 TOKEN = "the-job-s-token"
 SPEC = JobSpec(job="j", script="s.py", args=("a",), world_size=2)
@@ -295,34 +296,67 @@ def test_a_returning_agent_gets_what_is_said_after_its_return_and_is_not_declare
     async def story(job: Job, running: asyncio.Task[int]) -> None:
         async with agent(job):
             pass
-        await until(lambda: not job.controller._links["n"].connected)
-        await job.controller._events.put(evt.WorkerParked(worker=1, readiness="warm"))
         await until(lambda: len(machine.told) == 2)
+        await job.controller._events.put(evt.WorkerParked(worker=1, readiness="warm"))
+        await until(lambda: len(machine.told) == 3)
         async with agent(job, AgentHello(**{**_fields(HELLO), "workers": (8,)})) as socket:
             assert (await heard(socket)).worker == 8
-            await asyncio.sleep(0.6)  # beyond the time that it was given to come back
             job.controller.request_stop("SIGTERM")
             assert isinstance(await heard(socket), Stop)
 
-    play(tmp_path, machine, story, agent_return_timeout_s=0.5)
-    assert not any(isinstance(event, evt.AgentLost) for event in machine.told)
-    assert machine.told[2] == evt.AgentJoined(node="n", slots=3, workers=(8,))
+    play(tmp_path, machine, story)
+    assert [type(event) for event in machine.told[:4]] == [
+        *(evt.AgentJoined, evt.AgentDisconnected, evt.WorkerParked, evt.AgentJoined)
+    ]
+    assert machine.told[3] == evt.AgentJoined(node="n", slots=3, workers=(8,))
 
 
 def _fields(hello: AgentHello) -> dict[str, Any]:
     return {name: getattr(hello, name) for name in hello.__dataclass_fields__}
 
 
-def test_an_agent_that_stays_away_is_lost(tmp_path: Path) -> None:
-    machine = ScriptedMachine({evt.AgentLost: END})
+def test_an_agent_that_says_nothing_is_silent_until_it_speaks(tmp_path: Path) -> None:
+    machine = ScriptedMachine({evt.AgentHeard: END})
 
     async def story(job: Job, running: asyncio.Task[int]) -> None:
-        async with agent(job):
-            pass
-        await running
+        async with agent(job) as socket:
+            for _ in range(15):
+                await asyncio.sleep(0.1)
+                await socket.send(encode(Heartbeat(node="n", sent_ns=1)))
+            assert not any(isinstance(event, evt.AgentSilent) for event in machine.told)
+            await until(lambda: any(isinstance(event, evt.AgentSilent) for event in machine.told))
+            await socket.send(encode(Heartbeat(node="n", sent_ns=2)))
+            await running
 
-    play(tmp_path, machine, story, agent_return_timeout_s=0.2)
-    assert [type(event) for event in machine.told] == [evt.AgentJoined, evt.AgentLost]
+    play(tmp_path, machine, story)
+    silent = next(event for event in machine.told if isinstance(event, evt.AgentSilent))
+    assert silent.node == "n" and silent.silent_s > 1.0
+
+
+def test_a_controller_whose_loop_stood_still_calls_nobody_silent(tmp_path: Path) -> None:
+    machine = ScriptedMachine({evt.StopRequested: END})
+
+    async def story(job: Job, running: asyncio.Task[int]) -> None:
+        async with agent(job) as socket:
+            await until(lambda: bool(machine.told))
+            time.sleep(2.5)
+            await socket.send(encode(Heartbeat(node="n", sent_ns=1)))
+            await asyncio.sleep(0.3)
+            job.controller.request_stop("SIGTERM")
+
+    play(tmp_path, machine, story)
+    assert not any(isinstance(event, evt.AgentSilent) for event in machine.told)
+
+
+def test_agents_are_told_to_speak_less_often_when_there_are_many() -> None:
+    told: list[Any] = []
+    links = {f"n{number}": agents.AgentLink(f"n{number}") for number in range(1000)}
+    beats = Heartbeats(links, SPEC, told.append, 1.0)
+    first, last = links["n0"], links["n999"]
+    first.heartbeat_s, first._tasks = 0.25, (object(),)  # type: ignore[assignment]
+    assert beats.welcome(last).heartbeat_s == 0.5 == first.heartbeat_s
+    assert first._waiting.get_nowait().heartbeat_s == 0.5
+    assert beats.welcome(last).heartbeat_s == 0.5 and first._waiting.empty(), "told once"
 
 
 def test_an_agent_that_takes_no_messages_is_lost_and_the_queue_stays_bounded(tmp_path: Path) -> None:

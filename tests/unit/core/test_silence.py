@@ -29,6 +29,12 @@ def test_a_silent_agent_is_called_once_and_called_back() -> None:
     assert watch.step(said(a=1.6, b=1.5), 1.7) == []
 
 
+def test_a_silence_that_lasts_is_told_again_once_a_second() -> None:
+    found = watch_until(SilenceWatch(), 4.5, a=0.0)
+    silences = [event.silent_s for event in found if isinstance(event, AgentSilent)]
+    assert silences == pytest.approx([1.1, 2.1, 3.1, 4.1], abs=0.11)
+
+
 def test_a_listener_that_was_stopped_calls_nobody_silent() -> None:
     watch = SilenceWatch()
     watch_until(watch, 1.0, a=0.9)
