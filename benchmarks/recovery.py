@@ -12,6 +12,7 @@ import random
 import signal
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,25 +25,31 @@ from keepstep.cli.jobs import Harm, JobFailed, LaunchedJob
 from keepstep.cli.reports import compare, kill_to_next_new_step_s, recomputation
 
 JOB = Path(__file__).resolve().parent / "recovery_job.py"
-BURST_STEPS = {"ddp": 60, "hsdp": 30}
+BURST_STEPS = {"ddp": 45, "hsdp": 21}
 BEFORE_HARM = (
     2 / 3
 )  # of a burst; the rest is permitted when the harm is done, so that there is always a next step
-EARLIEST, LATEST = 4, 16  # the step of a burst in which a worker is harmed
+EARLIEST, LATEST = 4, 12  # the step of a burst in which a worker is harmed
 START_LIMIT_S, RESUME_LIMIT_S, END_LIMIT_S = 120.0, 60.0, 120.0
 SEED = 1
+ALL = 1_000_000  # workers, whatever their number
+Ordered = tuple[str, signal.Signals]  # the name of a figure, and how to come to it
 ENVIRONMENT = {"KEEPSTEP_FINGERPRINT": "1"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """One job and what is done to it, burst by burst: (name of the figure, signal)."""
+    """One job and what is done to it, burst by burst.
+
+    `readiness`: of the spares that are started with it. With fewer spares than harms, a harm waits until a
+    new spare is as ready as the first one; else each takes the best that is left, hot before warm.
+    """
 
     name: str
     parallel: str
     ranks: int
-    readiness: str
-    harms: tuple[tuple[str, signal.Signals], ...]
+    readiness: tuple[str, ...]
+    harms: tuple[Ordered, ...]
     most_harms: int  # of all jobs of this kind, which take the same number of steps
 
     @property
@@ -52,6 +59,10 @@ class Series:
     @property
     def steps(self) -> int:
         return self.burst_steps * (self.most_harms + 1)
+
+    def spares_before(self, burst: int) -> tuple[str, ...]:
+        """What must be ready when the harm of a burst is done."""
+        return self.readiness if len(self.readiness) < len(self.harms) else self.readiness[burst - 1 :]
 
     def permit(self, folder: Path) -> Path:
         return folder / f"{self.name}.permit"
@@ -80,12 +91,13 @@ def launch(series: Series, folder: Path, *, harmed: bool = True) -> LaunchedJob:
     if harmed:
         permit_steps(series.permit(folder), series.burst_steps)
         arguments += ["--permit", str(series.permit(folder))]
-        arguments += ["--symmetric"] if series.readiness == "hot" else []
+        hot = series.readiness.count("hot")
+        arguments += ["--hot", str(hot if hot < len(series.readiness) else ALL)] if hot else []
     return LaunchedJob(
         JOB,
         arguments,
         ranks=series.ranks,
-        spares=1 if harmed else 0,
+        spares=len(series.readiness) if harmed else 0,
         run_dir=folder / name,
         environment=ENVIRONMENT,
     )
@@ -97,7 +109,7 @@ def measure(job: LaunchedJob, series: Series, folder: Path, choice: random.Rando
     result = Result(series)
     for burst, (figure, number) in enumerate(series.harms, start=1):
         begin = burst * series.burst_steps
-        await_quiet(job, series, begin)
+        await_quiet(job, series, begin, burst)
         pids = job.workers()  # looking for them takes as long as some steps
         permit_steps(permit, begin + int(BEFORE_HARM * series.burst_steps))
         harm = strike_in_burst(job, series, begin, number, choice, pids)
@@ -119,9 +131,10 @@ def measure(job: LaunchedJob, series: Series, folder: Path, choice: random.Rando
     return result
 
 
-def await_quiet(job: LaunchedJob, series: Series, steps: int) -> None:
-    """Until every rank pauses after `steps` steps and the spare is ready."""
+def await_quiet(job: LaunchedJob, series: Series, steps: int, burst: int) -> None:
+    """Until every rank pauses after `steps` steps and the spares for what is still to come are ready."""
     asked_s = 0.0
+    wanted = series.spares_before(burst)
 
     def quiet() -> bool:
         nonlocal asked_s
@@ -132,10 +145,10 @@ def await_quiet(job: LaunchedJob, series: Series, steps: int) -> None:
         if time.monotonic() - asked_s < 0.2:
             return False
         asked_s = time.monotonic()
-        return list(job.spares().values()) == [series.readiness]
+        return not Counter(wanted) - Counter(job.spares().values())
 
     job.wait_until(
-        quiet, timeout_s=START_LIMIT_S, what=f"{series.ranks} ranks and a {series.readiness} spare"
+        quiet, timeout_s=START_LIMIT_S, what=f"{series.ranks} ranks and spares that are {', '.join(wanted)}"
     )
 
 
@@ -180,13 +193,19 @@ def await_new_step(job: LaunchedJob, harm: Harm) -> float:
 def plan(quick: bool) -> list[Series]:
     """The jobs. Those of one kind of parallelism take the same number of steps, hence one undisturbed run."""
     kill, stop = signal.SIGKILL, signal.SIGSTOP
-    jobs, kills, warm_jobs, warm_kills = (1, 1, 1, 1) if quick else (4, 5, 2, 3)
-    ddp = ("ddp3_hot_kill_s", kill), ("ddp3_stop_s", stop)
-    kinds = [
-        (jobs, "hsdp4-hot", "hsdp", 4, "hot", (("hsdp4_hot_kill_s", kill),) * kills),
-        (jobs, "ddp3-hot", "ddp", 3, "hot", ddp[:1] * kills + ddp[1:]),
-        (warm_jobs, "ddp3-warm", "ddp", 3, "warm", (("ddp3_warm_kill_s", kill),) * warm_kills),
+    hot_ddp, stopped_ddp = ("ddp3_hot_kill_s", kill), ("ddp3_stop_s", stop)
+    warm_ddp, hot_hsdp = ("ddp3_warm_kill_s", kill), ("hsdp4_hot_kill_s", kill)
+    ddp, hsdp = ("ddp", 3), ("hsdp", 4)
+    kinds: list[tuple[int, str, str, int, tuple[str, ...], tuple[Ordered, ...]]] = [
+        (4, "hsdp4-hot", *hsdp, ("hot",), (hot_hsdp,) * 5),
+        (4, "ddp3-hot", *ddp, ("hot",), (*(hot_ddp,) * 5, stopped_ddp)),
+        (2, "ddp3-warm", *ddp, ("warm",), (warm_ddp,) * 3),
     ]
+    if quick:  # all harms are over before the first new spare is started
+        kinds = [
+            (1, "hsdp4", *hsdp, ("hot",), (hot_hsdp,)),
+            (1, "ddp3", *ddp, ("hot", "hot", "warm"), (stopped_ddp, hot_ddp, warm_ddp)),
+        ]
     most: dict[str, int] = {}
     for _, _, parallel, _, _, harms in kinds:
         most[parallel] = max(most.get(parallel, 0), len(harms))
@@ -222,7 +241,7 @@ def run_all(series: list[Series], at_once: int) -> list[Result]:
                 if not begin:
                     finish_undisturbed(calm)
                 for one, job in zip(batch, jobs, strict=True):  # the machine is quiet when all of them are
-                    await_quiet(job, one, one.burst_steps)
+                    await_quiet(job, one, one.burst_steps, 1)
                 for one, job in zip(batch, jobs, strict=True):
                     result = measure(job, one, folder, choice)
                     compared = compare(calm[one.parallel].reader.reports, job.reader.reports)

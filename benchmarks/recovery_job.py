@@ -7,6 +7,7 @@ a kill in it) begins only when the spare is ready. What is computed does not dep
 from __future__ import annotations
 
 import argparse
+import os
 from itertools import pairwise
 from pathlib import Path
 
@@ -39,11 +40,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--parallel", choices=("ddp", "hsdp"), required=True)
     parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--symmetric", action="store_true")
+    parser.add_argument("--hot", type=int, default=0, help="so many spares build the model ahead")
     parser.add_argument("--permit", type=Path)
     args = parser.parse_args()
 
-    run = keepstep.init(symmetric=args.symmetric)
+    ranks, worker = int(os.environ["WORLD_SIZE"]), int(os.environ.get("KEEPSTEP_WORKER", "0"))
+    run = keepstep.init(symmetric=bool(args.hot) and worker < ranks + args.hot)
     torch.manual_seed(0)
     x = torch.randn(args.steps * BATCH * run.world_size, INPUTS)
     data = TensorDataset(x, torch.sin(2 * x[:, :OUTPUTS]))
