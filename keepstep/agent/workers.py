@@ -279,6 +279,7 @@ class Workers:
             worker=number,
             status=status,
             step=worker.page.step,
+            phase=worker.page.phase.name,
             published=self.published(),
             first_evidence_s=worker.suspected_since_s or seen_s,
             oom_killed=status in (-9, None) and self._oom.grew(),

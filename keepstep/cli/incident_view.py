@@ -205,6 +205,7 @@ def _outcome(incident: Mapping[str, Any]) -> str:
         "rollback": "rolled back",
         "unresolved": "not resolved",
         "observed": "observed only",
+        "after_training": "not repaired: all steps were finished",
         "unprotected": "not repaired: protection was off",
     }
     outcome = words.get(str(incident.get("resolution")), str(incident.get("resolution") or "closed"))

@@ -113,13 +113,14 @@ class WorkerExited:
     """A worker's process ended. `status` < 0 is a signal, as in subprocess; None: nobody knows (adopted).
 
     `step`/`published`: read from its page after its death; `published` is the newest step that
-    all ranks are known to hold, over every page of that node. `first_evidence_s`: when the first
-    trace of the failure was seen (caller's clock).
+    all ranks are known to hold, over every page of that node; `phase`: where its main thread was, by
+    the page's name for it. `first_evidence_s`: when the first trace of the failure was seen (caller's clock).
     """
 
     worker: int
     status: int | None
     step: int = 0
+    phase: str = ""
     published: int = 0
     first_evidence_s: float | None = None
     oom_killed: bool = False
@@ -292,10 +293,14 @@ class UsageRefused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerFinished:
-    """A worker passed the last gate: every rank has finished all steps."""
+    """A worker passed the last gate, and its script came to its end: every rank has finished all steps.
+
+    `generation`: in which it passed that gate, if it is known (else -1): its other members passed it too.
+    """
 
     worker: int
     step: int
+    generation: int = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

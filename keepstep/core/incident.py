@@ -20,6 +20,7 @@ RESOLUTIONS = (
     "restarted_in_setup",
     "rollback",
     "unresolved",
+    "after_training",
     "observed",
     "unprotected",
 )

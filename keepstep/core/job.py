@@ -12,6 +12,7 @@ from typing import Any
 
 from keepstep.core.actions import Action, Persist
 from keepstep.core.agent import STOPPED
+from keepstep.core.ending import begin_finish
 from keepstep.core.events import (
     AgentDisconnected,
     AgentHeard,
@@ -228,9 +229,12 @@ class JobMachine:
             return
         if not worker.alive:
             if worker.status is None:
-                worker.status = event.status  # evidence that its agent had kept for us
+                worker.status, worker.phase = (
+                    event.status,
+                    event.phase,
+                )  # evidence that its agent had kept for us
             return
-        worker.step = max(worker.step, event.step)
+        worker.step, worker.phase = max(worker.step, event.step), event.phase
         learn_published(state, event.worker, event.published)
         text = say_status(event.status, event.oom_killed)
         process_lost(state, worker, event.status, text, now_s, "death", event.first_evidence_s)
@@ -309,19 +313,8 @@ class JobMachine:
             return
         worker = state.members.workers[event.worker]
         worker.finished, worker.step = True, max(worker.step, event.step)
-        if state.finishing:
-            return
-        state.finishing = True
-        state.persist("note", {"about": "finished", "step": event.step})
-        # It passed the last gate, so every rank holds the last step: nobody is needed any more.
-        state.say(f"all {event.step or ''} steps are finished".replace("  ", " "))
-        idle = [w.number for w in state.members.useful() if w.number not in state.newest.members]
-        others = [number for number in state.newest.members if number != event.worker]
-        in_need = others if state.incident is not None or state.complaint is not None else []
-        leaving = tuple(sorted([*idle, *(n for n in in_need if state.members.workers[n].useful)]))
-        if leaving:
-            state.release(leaving)
-        state.close_incident(now_s)
+        if not state.finishing:
+            begin_finish(state, event, now_s)
 
     def _persist_failed(self, event: PersistFailed) -> None:
         if not self.state.ledger_lost:

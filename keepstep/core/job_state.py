@@ -103,6 +103,9 @@ class JobState:
     same_failures: Counter[tuple[int, int, str]] = field(default_factory=Counter)
     last_exit_code: int = 1
     finishing: bool = False
+    final_step: int = 0  # how many steps there were; 0 while unknown
+    # Rank -> who died playing it with all steps done, when those whom a replacement needs had left or did leave.
+    cut_short: dict[int, int] = field(default_factory=dict)
     release_at_s: float | None = None
     status_until_s: float | None = None
     ending: Ending | None = None

@@ -38,6 +38,7 @@ class Worker:
         "finished",
         "node",
         "number",
+        "phase",
         "readiness",
         "released",
         "slot",
@@ -54,6 +55,7 @@ class Worker:
         self.stood_by = False
         self.step = 0
         self.status: int | None = None
+        self.phase = ""  # where its main thread was when it ended
         self.finished = False
         self.released = False
         self._standing = Standing.STARTING

@@ -94,7 +94,8 @@ def _note(state: JobState, body: Mapping[str, Any]) -> None:
         case "fingerprint":
             state.twins_differ = str(body["text"])
         case "finished":
-            state.finishing = True
+            state.finishing, state.final_step = True, int(body["step"])
+            state.cut_short = {int(rank): int(worker) for rank, worker in body.get("cut_short", {}).items()}
         case "spare_check":
             state.members.failed_checks[(str(body["node"]), int(body["slot"]))] += 1
         case "quarantine":

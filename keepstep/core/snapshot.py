@@ -31,7 +31,7 @@ def snapshot(state: JobState) -> dict[str, Any]:
     shield = protection(state)
     ranks = []
     for rank, number in enumerate(newest.ranks if newest else ()):
-        ranks.append({"rank": rank, **_worker(members.workers.get(number), number)})
+        ranks.append({"rank": rank, **_worker(members.workers.get(number), number, state.final_step)})
     playing = set(newest.members) if newest else set()
     others = [worker for worker in members.workers.values() if worker.number not in playing and worker.alive]
     return {
@@ -76,7 +76,7 @@ def _node(state: JobState, facts: NodeFacts) -> dict[str, Any]:
     }
 
 
-def _worker(worker: Worker | None, number: int) -> dict[str, Any]:
+def _worker(worker: Worker | None, number: int, last_step: int = 0) -> dict[str, Any]:
     if worker is None:
         return {"worker": number, "node": None, "slot": None, "standing": "unknown", "step": 0}
     return {
@@ -85,5 +85,6 @@ def _worker(worker: Worker | None, number: int) -> dict[str, Any]:
         "slot": worker.slot,
         "standing": worker.standing.value,
         "readiness": worker.readiness,
-        "step": worker.step,
+        # The last gate counts like a step, and is none.
+        "step": min(worker.step, last_step or worker.step),
     }

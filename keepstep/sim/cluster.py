@@ -117,8 +117,9 @@ class Cluster:
         newest = self.controller.state.newest
         assert newest is not None
         # A death after the last step is not made good: the script may have had work of its own there.
-        excused = any((self.workers[number].status or 0) < 0 for number in newest.ranks)
-        excused = excused and self.controller.state.finishing
+        state = self.controller.state
+        last = [*newest.ranks, *state.cut_short.values()]
+        excused = state.finishing and any((self.workers[number].status or 0) < 0 for number in last)
         if end.exit_code != 0 and not excused:
             raise Violation(f"the job ended with code {end.exit_code}: {end.reason}")
         # Whoever passed the last gate proves that all ranks of its generation had every step.
@@ -338,6 +339,7 @@ class Cluster:
             worker=worker.number,
             status=status,
             step=worker.machine.step_count,
+            phase="DONE" if worker.finished else "GATE",  # all that the end of a job wants to know
             published=self.page_published(worker),
         )
         channel = Channel(self.agenda) if status < 0 else worker.channel

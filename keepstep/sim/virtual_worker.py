@@ -287,7 +287,8 @@ class VirtualWorker:
         if step >= self.cluster.story.steps:
             self.finished = True
             self.take(GatePassed(pending=pending))
-            self.cluster.report(self, WorkerFinished(worker=self.number, step=step))
+            generation = self.machine.generation.number
+            self.cluster.report(self, WorkerFinished(worker=self.number, step=step, generation=generation))
             self._errand(0.05, lambda: self.cluster.exit(self, 0))
             return
         self.take(GatePassed(pending=pending))

@@ -126,7 +126,11 @@ class Ends:
             session.link.deliver(UsageRefused(worker=session.worker, message=message))
         if not self._failed and session.closed_gates:
             session.page.finished_step = session.final_step
-            session.link.send(WorkerFinished(worker=session.worker, step=session.final_step))
+            session.link.send(
+                WorkerFinished(
+                    worker=session.worker, step=session.final_step, generation=session.generation_number
+                )
+            )
         # gloo's threads must not outlive the interpreter's teardown.
         with session.lock:
             fabric = session.fabric
