@@ -13,7 +13,7 @@ from typing import Any
 
 from keepstep.cli.addresses import Endpoint
 from keepstep.errors import KeepstepError, UsageError
-from keepstep.wire.tls import TlsFiles, explain
+from keepstep.wire.tls import TlsFiles, await_objection, explain
 
 ATTEMPT_TIMEOUT_S = 5.0
 MAX_ANSWER_BYTES = 64 << 20
@@ -43,15 +43,24 @@ def meet(endpoint: Endpoint, token: str, tls: TlsFiles | None) -> Meeting:
     """Ask once. Raises NotThere (try again later) and UsageError (it will never work, and why)."""
     whom = f"the controller at {endpoint}"
     connection = connection_to(endpoint, tls, ATTEMPT_TIMEOUT_S)
+    shaken = False
     try:
         connection.connect()
         local = str(connection.sock.getsockname()[0])
+        if isinstance(connection.sock, ssl.SSLSocket):
+            shaken = True
+            await_objection(connection.sock)
+            shaken = False
         connection.request("GET", "/api/status", headers={"Authorization": f"Bearer {token}"})
         answer = connection.getresponse()
         status, text = answer.status, answer.read(MAX_ANSWER_BYTES)
     except ssl.SSLError as error:
         raise UsageError(explain(error, whom) or str(error)) from None
     except (http.client.RemoteDisconnected, http.client.BadStatusLine, ConnectionResetError) as error:
+        if tls is not None and shaken:
+            raise UsageError(
+                f"{whom} ends the connection once it has seen our certificate: is --tls-ca the same there?"
+            ) from None
         if tls is None:
             hint = "it may want TLS (--tls-cert, --tls-key, --tls-ca)"
             raise NotThere(f"it closes the connection without an answer: {hint}") from None

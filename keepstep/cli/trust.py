@@ -9,7 +9,7 @@ from typing import Any
 
 from keepstep.cli.tokens import find_token
 from keepstep.errors import UsageError
-from keepstep.wire.tls import TlsFiles
+from keepstep.wire.tls import TlsFiles, check_files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +43,5 @@ def choose_tls(settings: Mapping[str, Any]) -> TlsFiles | None:
     # Workers may run in another directory.
     cert, key, ca = (str(Path(settings[name]).absolute()) for name in names)
     files = TlsFiles(cert=cert, key=key, ca=ca)
-    files.server()
-    files.client()
+    check_files(files)
     return files

@@ -11,6 +11,7 @@ from collections.abc import Generator
 
 import uvicorn
 from starlette.applications import Starlette
+from websockets.exceptions import InvalidState
 
 from keepstep.errors import UsageError
 from keepstep.wire.address import format_address
@@ -104,6 +105,7 @@ class Server:
         """Close the listener and what is still connected, within a few seconds."""
         self._server.should_exit = True
         if self._task is not None:
-            with contextlib.suppress(asyncio.TimeoutError, asyncio.CancelledError):
+            # uvicorn says farewell also to a connection that is closing already, and stumbles over it.
+            with contextlib.suppress(asyncio.TimeoutError, asyncio.CancelledError, InvalidState):
                 await asyncio.wait_for(self._task, _STOP_TIMEOUT_S + 2)
         self._sock.close()

@@ -17,6 +17,7 @@ from keepstep.trainer import rng, values
 from keepstep.trainer.recovery import Copied
 from keepstep.transfer import Manifest, StateServer, TensorSpec, fetch_manifest, receive
 from keepstep.transfer.staging import Landing, outgoing
+from keepstep.wire.tls import TlsFiles
 
 if TYPE_CHECKING:
     from keepstep.trainer.loop import Loop
@@ -33,6 +34,7 @@ class StateExchange:
         self._session = session
         self._server: StateServer | None = None
         self._offered: str | None = None
+        self._tls = TlsFiles.from_environment()
 
     def offer(self, action: ServeState, cursor: dict[str, Any] | None, closed_gates: int) -> None:
         """Let the named targets copy this worker's state, from now until the next update."""
@@ -41,7 +43,8 @@ class StateExchange:
         if lineage is None or session.store is None:
             raise ProtectionError("asked to serve state without a target")
         if self._server is None:
-            self._server = StateServer(session.link.welcome.advertise, session.identity.token)
+            tls = None if self._tls is None else self._tls.server()
+            self._server = StateServer(session.link.welcome.advertise, session.identity.token, tls=tls)
         tensors = session.protected.tensors()
         manifest = Manifest(
             tensors=tuple(
@@ -103,7 +106,8 @@ class StateExchange:
         if not addresses:
             raise ProtectionError("the verdict names no source")
         first = next(iter(addresses.values()))
-        manifest = fetch_manifest(first, token, key, OFFER_TIMEOUT_S)
+        tls = None if self._tls is None else self._tls.client()
+        manifest = fetch_manifest(first, token, key, OFFER_TIMEOUT_S, tls=tls)
         session.tell(CopyStarted())
         session.faults.at("transfer_target")
         session.protected.ensure({spec.name: (spec.dtype, tuple(spec.shape)) for spec in manifest.tensors})
@@ -113,7 +117,14 @@ class StateExchange:
             raise ProtectionError(f"this worker has no {missing[0]}: does the script build the same model?")
         landing = Landing(tensors[spec.name] for spec in manifest.tensors)
         result = receive(
-            list(addresses.values()), token, key, manifest, landing.views, COPY_TIMEOUT_S, session.copying
+            list(addresses.values()),
+            token,
+            key,
+            manifest,
+            landing.views,
+            COPY_TIMEOUT_S,
+            session.copying,
+            tls=tls,
         )
         landing.land()
         bit_exact = self._become(manifest, lineage.digest, loop)

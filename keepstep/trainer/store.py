@@ -62,7 +62,7 @@ class AgentStore(dist.Store):
             self._cut = True
             if self._socket is not None:
                 try:
-                    self._socket.shutdown(socket.SHUT_RDWR)
+                    socket.socket.shutdown(self._socket, socket.SHUT_RDWR)  # below TLS, from any thread
                 except OSError:
                     pass
 

@@ -6,10 +6,12 @@ one question as a JSON frame and its answer; then, for a stream, fixed-size requ
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import json
 import socket
+import ssl
 import struct
 from typing import Any
 
@@ -64,6 +66,9 @@ def be_patient(sock: socket.socket, limit_s: float) -> None:
     Python's own timeouts make the socket non-blocking and poll before every call, which costs a bulk
     stream many wake-ups.
     """
+    if isinstance(sock, ssl.SSLSocket):  # it reads ahead by itself, so the kernel cannot wait for it
+        sock.settimeout(limit_s)
+        return
     seconds = int(limit_s)
     limit = struct.pack("@ll", seconds, max(int((limit_s - seconds) * 1e6), 1))
     sock.settimeout(None)
@@ -71,10 +76,17 @@ def be_patient(sock: socket.socket, limit_s: float) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
 
+def shut(sock: socket.socket) -> None:
+    """End a connection now: whoever is blocked in it returns. From any thread, hence below TLS."""
+    with contextlib.suppress(OSError):
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)
+
+
 def read_into(sock: socket.socket, view: memoryview) -> None:
     """Fill `view` from the stream. Raises ConnectionError when it ends before, and OSError."""
+    flags = 0 if isinstance(sock, ssl.SSLSocket) else socket.MSG_WAITALL
     while len(view):
-        received = sock.recv_into(view, len(view), socket.MSG_WAITALL)
+        received = sock.recv_into(view, len(view), flags)
         if received == 0:
             raise ConnectionResetError("closed the connection")
         view = view[received:]

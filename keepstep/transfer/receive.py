@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import socket
+import ssl
 import threading
 import time
 from collections import deque
@@ -27,6 +27,7 @@ from keepstep.transfer.link import (
     be_patient,
     greeting,
     read_into,
+    shut,
 )
 from keepstep.transfer.manifest import Manifest
 from keepstep.transfer.shares import Shares
@@ -51,14 +52,16 @@ class Received:
     replanned: int
 
 
-def fetch_manifest(address: str, token: str, key: str, deadline_s: float) -> Manifest:
+def fetch_manifest(
+    address: str, token: str, key: str, deadline_s: float, *, tls: ssl.SSLContext | None = None
+) -> Manifest:
     """What the source offers under `key`; waits there, at most `deadline_s`, until it offers it.
 
     Raises TransferError, which names the source and the reason.
     """
     until = time.monotonic() + deadline_s
     try:
-        with _connect(address, token, min(deadline_s, CONNECT_TIMEOUT_S)) as sock:
+        with _connect(address, token, min(deadline_s, CONNECT_TIMEOUT_S), tls) as sock:
             left = max(until - time.monotonic(), 0.001)
             ask(sock, {"op": "manifest", "key": key, "wait_s": _WAIT_SHARE * left})
             sock.settimeout(left)
@@ -82,6 +85,7 @@ def receive(
     cancelled: threading.Event,
     *,
     stall_s: float = STALL_TIMEOUT_S,
+    tls: ssl.SSLContext | None = None,
 ) -> Received:
     """Fill `buffers` (one per tensor of the manifest, the target's own memory) from all sources at once.
 
@@ -99,7 +103,7 @@ def receive(
     stop_at = begin + deadline_s
     question = {"op": "stream", "key": key, "identity": manifest.identity()}
     streams = [
-        _Stream(number, addresses[number], token, question, views, shares, stop_at, stall_s)
+        _Stream(number, addresses[number], token, question, views, shares, stop_at, stall_s, tls)
         for number in numbers
     ]
     try:
@@ -145,6 +149,7 @@ class _Stream(threading.Thread):
         shares: Shares,
         stop_at: float,
         stall_s: float,
+        tls: ssl.SSLContext | None,
     ) -> None:
         super().__init__(name=f"keepstep-transfer-in-{number}", daemon=True)
         self._number = number
@@ -155,12 +160,14 @@ class _Stream(threading.Thread):
         self._shares = shares
         self._stop_at = stop_at
         self._stall_s = stall_s
+        self._tls = tls
         self._sock: socket.socket | None = None
 
     def run(self) -> None:
         try:
             left = self._stop_at - time.monotonic()
-            with _connect(self._address, self._token, max(min(left, CONNECT_TIMEOUT_S), 0.001)) as sock:
+            timeout_s = max(min(left, CONNECT_TIMEOUT_S), 0.001)
+            with _connect(self._address, self._token, timeout_s, self._tls) as sock:
                 self._sock = sock
                 if self._shares.over:  # whoever ended it while we connected could not shut the socket
                     return
@@ -181,8 +188,7 @@ class _Stream(threading.Thread):
         """End it now: a blocked read returns at once."""
         sock = self._sock
         if sock is not None:
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+            shut(sock)
 
     def _open(self, sock: socket.socket) -> None:
         left = max(self._stop_at - time.monotonic(), 0.001)
@@ -232,10 +238,12 @@ class _Stream(threading.Thread):
             raise WireError("several chunks came with a wrong checksum")
 
 
-def _connect(address: str, token: str, timeout_s: float) -> socket.socket:
+def _connect(address: str, token: str, timeout_s: float, tls: ssl.SSLContext | None) -> socket.socket:
     sock = socket.create_connection(parse_address(address), timeout=timeout_s)
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if tls is not None:
+            sock = tls.wrap_socket(sock)
         sock.sendall(greeting(token))
     except BaseException:
         sock.close()

@@ -6,9 +6,9 @@ main thread computes on. The owner must not change a buffer between `offer` and 
 
 from __future__ import annotations
 
-import contextlib
 import select
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Sequence
@@ -28,6 +28,7 @@ from keepstep.transfer.link import (
     be_patient,
     is_greeting,
     read_into,
+    shut,
 )
 from keepstep.transfer.manifest import Manifest
 from keepstep.wire.address import format_address
@@ -51,9 +52,15 @@ class _Offer:
 
 
 class StateServer:
-    """Listens on `host` (a local address, IPv4 or IPv6) and a free port, until `close`. Raises OSError."""
+    """Listens on `host` (a local address, IPv4 or IPv6) and a free port, until `close`. Raises OSError.
 
-    def __init__(self, host: str, token: str, *, max_connections: int = 64) -> None:
+    `tls`: for connections from targets; None: without TLS.
+    """
+
+    def __init__(
+        self, host: str, token: str, *, max_connections: int = 64, tls: ssl.SSLContext | None = None
+    ) -> None:
+        self._tls = tls
         self._token = token
         self._max_connections = max_connections
         self._changed = threading.Condition()
@@ -96,7 +103,7 @@ class StateServer:
                 return
             offer.withdrawn = True
             for sock in offer.users:
-                _shut(sock)  # wakes a thread that is in the middle of sending
+                shut(sock)  # wakes a thread that is in the middle of sending
             if not self._changed.wait_for(lambda: offer.sending == 0, timeout=GREETING_TIMEOUT_S):
                 raise InvariantError(
                     f"{key!r} is still being sent {GREETING_TIMEOUT_S} s after its sockets were shut"
@@ -112,11 +119,11 @@ class StateServer:
             self._changed.notify_all()
         for key in keys:
             self.withdraw(key)
-        _shut(self._listener)  # wakes accept(); close() alone would not
+        shut(self._listener)  # wakes accept(); close() alone would not
         self._listener.close()
         with self._changed:
             for sock in self._connections:
-                _shut(sock)
+                shut(sock)
             self._changed.wait_for(lambda: not self._connections, timeout=GREETING_TIMEOUT_S)
 
     # ---- threads ------------------------------------------------------------------------------------
@@ -145,6 +152,8 @@ class StateServer:
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            if self._tls is not None:
+                sock = self._encrypt(sock, self._tls)
             if not is_greeting(_read_greeting(sock), self._token):
                 ask(sock, {"refused": "wrong token"})
                 _drain(sock)
@@ -159,6 +168,23 @@ class StateServer:
                 self._connections.discard(sock)
                 self._changed.notify_all()
             sock.close()
+
+    def _encrypt(self, plain: socket.socket, tls: ssl.SSLContext) -> ssl.SSLSocket:
+        """Shake hands within one deadline. The plain socket is taken over by the one that is returned."""
+        plain.settimeout(GREETING_TIMEOUT_S)
+        sock = tls.wrap_socket(plain, server_side=True, do_handshake_on_connect=False)
+        with self._changed:
+            self._connections.discard(plain)
+            self._connections.add(sock)
+        try:
+            sock.do_handshake()
+        except BaseException:
+            with self._changed:
+                self._connections.discard(sock)
+                self._changed.notify_all()
+            sock.close()
+            raise
+        return sock
 
     def _reply(self, sock: socket.socket, question: dict[str, Any]) -> None:
         key, wait_s, identity = question.get("key"), question.get("wait_s"), question.get("identity", "")
@@ -187,7 +213,9 @@ class StateServer:
             if offer is not None or self._closed or time.monotonic() >= until:
                 return offer
             readable, _, _ = select.select([sock], [], [], 0)
-            if readable and not sock.recv(1, socket.MSG_PEEK):
+            if readable and not socket.socket.recv(
+                sock, 1, socket.MSG_PEEK
+            ):  # below TLS: only whether it ends
                 raise ConnectionResetError("the target is gone")
 
     def _stream(self, sock: socket.socket, offer: _Offer) -> None:
@@ -237,7 +265,7 @@ def _read_greeting(sock: socket.socket) -> bytes:
 
 def _drain(sock: socket.socket) -> None:
     # To close with unread bytes is a reset, which may overtake the answer: read on until the peer has it.
-    sock.shutdown(socket.SHUT_WR)
+    socket.socket.shutdown(sock, socket.SHUT_WR)
     until, left = time.monotonic() + _DRAIN_TIMEOUT_S, _DRAIN_BYTES
     while left > 0 and (timeout := until - time.monotonic()) > 0:
         sock.settimeout(timeout)
@@ -248,6 +276,10 @@ def _drain(sock: socket.socket) -> None:
 
 
 def _send_chunk(sock: socket.socket, head: bytes, data: memoryview) -> None:
+    if isinstance(sock, ssl.SSLSocket):
+        sock.sendall(head)
+        sock.sendall(data)
+        return
     sent = sock.sendmsg([head, data])
     if sent < len(head):
         sock.sendall(head[sent:])
@@ -258,8 +290,3 @@ def _send_chunk(sock: socket.socket, head: bytes, data: memoryview) -> None:
 def _refuse(sock: socket.socket, reason: str) -> None:
     text = reason.encode()[:MAX_REFUSAL_BYTES]
     sock.sendall(CHUNK.pack(REFUSED_PIECE, 0, len(text), 0) + text)
-
-
-def _shut(sock: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)

@@ -6,6 +6,7 @@ nodes are known by address and token, so between them the authority alone counts
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import ssl
@@ -60,6 +61,28 @@ class TlsFiles:
         return _context(self, ssl.PROTOCOL_TLS_CLIENT, by_name)
 
 
+def check_files(files: TlsFiles) -> None:
+    """Shake hands with ourselves: what is wrong with our own certificate is best said here. Raises UsageError."""
+    here, there = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = files.client().wrap_bio(here, there)
+    server = files.server().wrap_bio(there, here, server_side=True)
+    try:
+        for _ in range(4):
+            for end in (client, server):
+                with contextlib.suppress(ssl.SSLWantReadError):
+                    end.do_handshake()
+    except ssl.SSLCertVerificationError as error:
+        if error.verify_code == _EXPIRED:
+            raise UsageError(f"--tls-cert {files.cert} has expired") from None
+        if error.verify_code in _UNKNOWN_AUTHORITY:
+            raise UsageError(
+                f"--tls-cert {files.cert} is not signed by the authority in --tls-ca {files.ca}"
+            ) from None
+        raise UsageError(f"--tls-cert {files.cert} cannot be used: {error.verify_message}") from None
+    except ssl.SSLError as error:
+        raise UsageError(f"--tls-cert {files.cert} cannot be used: {error.reason or error}") from None
+
+
 # Files are read once per process: a rotated certificate counts from the next start on.
 @functools.lru_cache(maxsize=16)
 def _context(files: TlsFiles, protocol: int, by_name: bool) -> ssl.SSLContext:
@@ -88,6 +111,21 @@ def _context(files: TlsFiles, protocol: int, by_name: bool) -> ssl.SSLContext:
         text = f"--tls-cert {files.cert} and --tls-key {files.key} cannot be used ({error.reason or error})"
         raise UsageError(wrong.get(error.reason or "", text)) from None
     return context
+
+
+def await_objection(sock: ssl.SSLSocket, wait_s: float = 0.3) -> None:
+    """Give the other end time to object to our certificate, where it is not the one who speaks first.
+
+    In TLS 1.3 a client's handshake ends before its certificate was looked at; what it writes then may turn
+    the objection into a mere reset. Raises OSError (see `explain`) when it comes.
+    """
+    before_s = sock.gettimeout()
+    sock.settimeout(wait_s)
+    try:
+        sock.recv(1)
+        raise ConnectionResetError("closed the connection after the handshake")
+    except TimeoutError:
+        sock.settimeout(before_s)
 
 
 def explain(error: OSError, whom: str) -> str | None:

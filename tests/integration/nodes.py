@@ -6,7 +6,7 @@ import contextlib
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,6 +30,7 @@ def cluster(
     spares: int = 0,
     permitted: int | None = None,
     options: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
     network: Network | None = None,
 ) -> Iterator[Cluster]:
     """A running job: node0, node1, ... for ranks, spare0, ... for spares. In `network`, else on 127.0.0.N.
@@ -50,7 +51,7 @@ def cluster(
         ranks_per_node=ranks_per_node,
         spares=spares,
         options=options,
-        environment={"KEEPSTEP_FINGERPRINT": "1"},
+        environment={"KEEPSTEP_FINGERPRINT": "1", **(environment or {})},
         bind=bind,
         controller_prefix=prefix,
     ) as job:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import ssl
 import struct
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -42,7 +44,7 @@ def manifest_of(state: Sequence[torch.Tensor], values: bytes = b"values") -> Man
 
 
 @contextlib.contextmanager
-def serving(host: str = "127.0.0.1", key: str = KEY, **options: int) -> Iterator[StateServer]:
+def serving(host: str = "127.0.0.1", key: str = KEY, **options: Any) -> Iterator[StateServer]:
     server = StateServer(host, TOKEN, **options)
     state = make_state()
     server.offer(key, manifest_of(state), [view(tensor) for tensor in state])
@@ -60,13 +62,14 @@ def copy(
     deadline_s: float = 20.0,
     stall_s: float = 5.0,
     cancelled: threading.Event | None = None,
+    tls: ssl.SSLContext | None = None,
 ) -> tuple[Received, list[torch.Tensor]]:
     state = [torch.zeros(size, dtype=torch.uint8) for size in SIZES]
     views = [view(tensor) for tensor in state]
     event = cancelled or threading.Event()
     try:
         return receive(
-            sources, token, key, manifest_of(state), views, deadline_s, event, stall_s=stall_s
+            sources, token, key, manifest_of(state), views, deadline_s, event, stall_s=stall_s, tls=tls
         ), state
     finally:
         left = [thread for thread in threading.enumerate() if thread.name.startswith("keepstep-transfer-in")]
