@@ -22,6 +22,7 @@ from keepstep.errors import ProtectionError, WireError
 from keepstep.wire.codec import decode, encode
 from keepstep.wire.framing import MAX_FRAME_BYTES
 from keepstep.wire.messages import AgentHello, AgentWelcome, Answer, Heartbeat
+from keepstep.wire.times import aged
 from keepstep.wire.tls import TlsFiles, explain
 
 CONNECT_TIMEOUT_S = 5.0
@@ -80,6 +81,11 @@ class ControllerConnection:
         """Queue an event (or an answer); it goes out at once when the controller is there."""
         self._idle.clear()
         self._outbox.put(event)
+
+    @property
+    def unsent_exits(self) -> set[int]:
+        """Workers of whose end the controller has not been told yet."""
+        return self._outbox.exits()
 
     def leave(self, reason: str) -> None:
         """Say that this agent will not come back, and why; nothing is sent afterwards."""
@@ -209,7 +215,7 @@ class ControllerConnection:
         while True:
             ticket, event = await self._outbox.first()
             try:
-                await socket.send(encode(event))
+                await socket.send(encode(aged(event, time.monotonic())))
             except WireError as error:  # one event that cannot be written must not hold up the others
                 log.error("an event was lost: %s", error)
             self._outbox.done(ticket)

@@ -17,6 +17,7 @@ from keepstep.core.events import (
     Resumed,
     StateReceived,
     VerdictReached,
+    WorkerExited,
 )
 from keepstep.wire.messages import Answer
 
@@ -47,6 +48,10 @@ class Outbox:
         if len(self._events) > self._limit:
             self._make_room()
         self._filled.set()
+
+    def exits(self) -> set[int]:
+        """Workers whose end still waits to be told."""
+        return {event.worker for event in self._events.values() if isinstance(event, WorkerExited)}
 
     async def first(self) -> tuple[int, Event | Answer]:
         """The oldest event and its ticket, when there is one; it stays until `done(ticket)`."""

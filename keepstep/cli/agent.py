@@ -27,6 +27,7 @@ def agent(
     token_file: Annotated[_Text, _option("--token-file", "File with the job's token.", "FILE")] = None,
     log_dir: Annotated[_Text, _option("--log-dir", "Where logs and reports of this node go [keepstep-runs/JOB].", "DIR")] = None,
     join_timeout: Annotated[_Text, _option("--join-timeout", "How long to wait for the controller [600].", "SECONDS")] = None,
+    isolation_timeout: Annotated[_Text, _option("--isolation-timeout", "How long to go on without the controller [600].", "SECONDS")] = None,
     shutdown_timeout: Annotated[_Text, _option("--shutdown-timeout", "Between SIGTERM and SIGKILL when workers are ended [5].", "SECONDS")] = None,
     tls_cert: Annotated[_Text, _option("--tls-cert", "This node's certificate (PEM): connections use TLS.", "FILE")] = None,
     tls_key: Annotated[_Text, _option("--tls-key", "Its key.", "FILE")] = None,

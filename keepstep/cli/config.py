@@ -236,6 +236,7 @@ SETTINGS = (
     Setting("spare-node", yes_or_no, False),
     Setting("replace-unit", one_of("rank", "node"), "rank"),
     Setting("join-timeout", seconds, 600.0),
+    Setting("isolation-timeout", seconds, 600.0),
     Setting("token-file", folder, None),
     Setting("tls-cert", folder, None),
     Setting("tls-key", folder, None),

@@ -86,6 +86,7 @@ class _Node:
                 advertise=advertise,
                 working_dir=self._working_dir,
                 stop_grace_s=node.stop_grace_s,
+                isolation_timeout_s=node.isolation_timeout_s,
                 console=self._show,
                 say=say,
             )

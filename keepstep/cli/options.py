@@ -43,6 +43,7 @@ class NodeOptions:
     run_dir: Path | None
     stop_grace_s: float
     join_timeout_s: float
+    isolation_timeout_s: float
     shown_slots: frozenset[int] | None = None
     metrics: MetricsAddress | None = None
     trust: Trust
@@ -223,6 +224,7 @@ def _node(
         run_dir=None,
         stop_grace_s=settings["shutdown_timeout"],
         join_timeout_s=settings["join_timeout"],
+        isolation_timeout_s=settings["isolation_timeout"],
         shown_slots=ranks_filter(given.get("local_ranks_filter")),
         metrics=choose_metrics(settings),
         trust=trust,
@@ -260,6 +262,7 @@ def choose_agent(
         run_dir=settings["log_dir"],
         stop_grace_s=settings["shutdown_timeout"],
         join_timeout_s=settings["join_timeout"],
+        isolation_timeout_s=settings["isolation_timeout"],
         metrics=choose_metrics(settings),
         trust=trust,
     )

@@ -65,6 +65,7 @@ def run(
     spare_node: Annotated[bool, _flag("--spare-node", help="This node's slots are for spares only.")] = False,
     replace_unit: Annotated[_Text, _option("--replace-unit", help="What is replaced after a failure: rank or node [rank].", metavar="UNIT")] = None,
     join_timeout: Annotated[_Text, _option("--join-timeout", help="How long to wait for node 0 [600].", metavar="SECONDS")] = None,
+    isolation_timeout: Annotated[_Text, _option("--isolation-timeout", help="How long a node goes on without node 0 [600].", metavar="SECONDS")] = None,
     token_file: Annotated[_Text, _option("--token-file", help="File with the job's token, the same on every node.", metavar="FILE")] = None,
     tls_cert: Annotated[_Text, _option("--tls-cert", help="This node's certificate (PEM): connections use TLS.", metavar="FILE")] = None,
     tls_key: Annotated[_Text, _option("--tls-key", help="Its key.", metavar="FILE")] = None,

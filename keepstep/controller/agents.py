@@ -20,6 +20,7 @@ from keepstep.core.actions import Announce
 from keepstep.errors import WireError
 from keepstep.wire.codec import decode, encode
 from keepstep.wire.messages import PROTOCOL_VERSION, AgentHello, AgentWelcome, Answer, Ask, Heartbeat
+from keepstep.wire.times import placed
 from keepstep.wire.tokens import read_token, same_token
 
 log = logging.getLogger("keepstep.controller")
@@ -248,7 +249,7 @@ async def converse(socket: WebSocket, link: AgentLink, welcome: AgentWelcome, de
 
 async def _read(socket: WebSocket, link: AgentLink, deliver: Deliver) -> None:
     while True:
-        message = decode(await _receive(socket))
+        message = placed(decode(await _receive(socket)), time.monotonic())
         if link.hear(message):
             continue
         if not isinstance(message, AGENT_EVENTS):

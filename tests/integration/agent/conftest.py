@@ -21,6 +21,7 @@ from keepstep.core.events import WorkerParked
 from keepstep.core.types import Generation
 from keepstep.wire.codec import decode, encode
 from keepstep.wire.messages import AgentHello, AgentWelcome, Heartbeat, JobSpec
+from keepstep.wire.times import placed
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent.parent
@@ -85,7 +86,7 @@ class Node:
         self._connections[hello.node] = socket
         self._connected.set()
         async for data in socket:
-            message = decode(data)
+            message = placed(decode(data), time.monotonic())
             if isinstance(message, Heartbeat):
                 self.heartbeats_s.append(time.monotonic())
                 continue

@@ -64,7 +64,9 @@ while c.receive():
             await n.listen(port)
             exited = await n.event(WorkerExited, worker=0)
             assert time.monotonic() - exited.first_evidence_s > 0
-            assert n.hellos[0].workers == () and n.hellos[1].workers == (1, 2)
+            assert n.hellos[0].workers == () and n.hellos[1].workers == (0, 1, 2), (
+                "its end was still to be told"
+            )
             await n.announce(0, 1, 2)
             await n.event(Complained, worker=1)
             assert not gone(pids[1]), "training goes on without a controller"

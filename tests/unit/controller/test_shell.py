@@ -270,12 +270,17 @@ def test_actions_reach_the_agent_of_the_node_in_order_and_its_events_come_back(t
                 act.Release,
             ]
             assert got[2].generation == generation
-            await socket.send(encode(evt.WorkerExited(worker=4, status=-9, first_evidence_s=1.5)))
+            await socket.send(encode(evt.WorkerExited(worker=4, status=-9, first_evidence_s=-1.5)))
             assert await heard(socket) == Stop(hard=False, exit_code=5, reason="over")
 
     play(tmp_path, machine, story)
     assert machine.told[0] == evt.AgentJoined(node="n", slots=3, workers=())
-    assert machine.told[1] == evt.WorkerExited(worker=4, status=-9, first_evidence_s=1.5)
+    exited = machine.told[1]
+    assert isinstance(exited, evt.WorkerExited) and (exited.worker, exited.status) == (4, -9)
+    assert exited.first_evidence_s is not None
+    assert 1.5 <= time.monotonic() - exited.first_evidence_s < DEADLINE_S, (
+        "an age, counted back from our clock"
+    )
 
 
 def test_a_returning_agent_gets_what_is_said_after_its_return_and_is_not_declared_lost(
