@@ -199,7 +199,6 @@ class Agent:
     # ---- the controller's side ------------------------------------------------------------------------
 
     def _hello(self) -> AgentHello:
-        untold = self._controller.unsent_exits
         return AgentHello(
             version=PROTOCOL_VERSION,
             token=self._config.token,
@@ -207,12 +206,9 @@ class Agent:
             slots=self._config.slots,
             pid=os.getpid(),
             advertise=self._config.advertise,
-            # Whose end is about to be told, with all that is known of it, is not missed before that.
-            workers=tuple(w.number for w in self._workers if w.alive or w.number in untold),
             labels=self._config.labels,
             peer=self._peers.address,
-            exited={n: status for n, status in self._workers.exited().items() if n not in untold},
-            finished=self._workers.finished(),
+            **self._workers.account(self._controller.unsent_exits),
         )
 
     def _welcomed(self, welcome: AgentWelcome) -> None:

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -188,22 +188,19 @@ class Workers:
             for worker in self._workers.values()
         ]
 
-    def exited(self) -> dict[int, int]:
-        """How the dead ended, as far as anybody knows."""
-        return {
-            worker.number: worker.status
-            for worker in self._workers.values()
-            if not worker.alive and worker.status is not None
-        }
-
-    def finished(self) -> tuple[int, ...]:
-        """The dead that had passed the last gate of this world."""
+    def account(self, untold: Collection[int]) -> dict[str, Any]:
+        """What an agent's hello says of them. `untold`: whose end is about to be told, with all that is known
+        of it, is not missed before that."""
+        known = [worker for worker in self._workers.values() if worker.number not in untold]
+        dead = [worker for worker in known if not worker.alive]
         since = self._announcements.fresh_since
-        return tuple(
-            worker.number
-            for worker in self._workers.values()
-            if not worker.alive and worker.page.finished_step is not None and worker.page.generation >= since
-        )
+        return {
+            "workers": tuple(w.number for w in self._workers.values() if w.alive or w not in known),
+            "exited": {w.number: w.status for w in dead if w.status is not None},
+            "finished": tuple(
+                w.number for w in dead if w.page.finished_step is not None and w.page.generation >= since
+            ),
+        }
 
     def published(self) -> int:
         """The newest step that all ranks are known to hold, over every page of this world."""

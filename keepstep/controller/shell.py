@@ -21,7 +21,7 @@ from keepstep.controller import agents as wire_side
 from keepstep.controller.admission import Admission
 from keepstep.controller.agents import AgentLink
 from keepstep.controller.announcing import announced
-from keepstep.controller.farewell import see_off
+from keepstep.controller.farewell import Farewell
 from keepstep.controller.heartbeats import Heartbeats
 from keepstep.controller.incidents import IncidentBook
 from keepstep.controller.inquiry import Inquiries
@@ -101,8 +101,7 @@ class Controller:
         )
         self._end: act.EndJob | None = None
         self._measurements: set[asyncio.Task[None]] = set()
-        self._hard = asyncio.Event()
-        self._all_gone = asyncio.Event()
+        self._farewell = Farewell(self._links)
         self._disk = ThreadPoolExecutor(1, "keepstep-ledger")
         self._inquiries = Inquiries(ask=self.ask, nodes=lambda: self.nodes, note=self._note, say=say)
         self._standstill = Standstill(ask=self.ask, nodes=lambda: self.nodes, say=say)
@@ -144,7 +143,7 @@ class Controller:
     def request_stop(self, signal_name: str, *, hard: bool = False) -> None:
         """End the job in order; `hard` (or a second request while it ends): at once."""
         if hard:
-            self._hard.set()
+            self._farewell.hard.set()
         if self._end is not None:
             return
         self._put(evt.StopRequested(signal=signal_name, hard=hard))
@@ -206,14 +205,14 @@ class Controller:
             what = "training goes on, start it again" if self._outlived else "the job ends"
             self._say(f"Keepstep itself failed (its story is above): {what}", "error")
             self._end = act.EndJob(exit_code=BROKEN_EXIT_CODE, reason="internal error")
-            self._hard.set()
+            self._farewell.hard.set()
             return self._end.exit_code
         finally:
             self._standstill.close()
             listening.cancel()
             await self._finish_inquiries()
             if not self._abandoned:
-                await self._see_agents_off()
+                await self._farewell.see_off(self._end)
             for task in self._measurements:
                 task.cancel()
             self._disk.shutdown(wait=True)
@@ -320,7 +319,7 @@ class Controller:
 
     async def _finish_inquiries(self) -> None:
         """Evidence of an incident with which the job ends is gathered while the agents are there."""
-        if not self._hard.is_set():
+        if not self._farewell.hard.is_set():
             await self._inquiries.finish(INQUIRY_TIMEOUT_S)
         left = [self._events.get_nowait() for _ in range(self._events.qsize())]
         await self._persist([entry for entry in left if isinstance(entry, act.Persist)])
@@ -338,7 +337,7 @@ class Controller:
     def _admit(self, hello: AgentHello) -> AgentLink:
         for worker in hello.workers:
             self._places.setdefault(worker, (hello.node, -1))
-        self._all_gone.clear()
+        self._farewell.all_gone.clear()
         link = self._links.setdefault(hello.node, AgentLink(hello.node))
         link.pid = hello.pid
         link.forget_unsent()  # the machine says again what counts, once it hears that the agent is back
@@ -347,7 +346,7 @@ class Controller:
     def _left(self, link: AgentLink, farewell: str | None) -> None:
         """An agent's connection ended. Its workers live on, so it is given time to come back, unless it said farewell."""
         if not any(other.connected for other in self._links.values()):
-            self._all_gone.set()
+            self._farewell.all_gone.set()
         if link.connected or self._end is not None:
             return
         if farewell is not None:
@@ -372,7 +371,3 @@ class Controller:
             self._own_events.append(
                 evt.AgentLost(node=node, reason=f"agent of {node} takes no messages any more")
             )
-
-    async def _see_agents_off(self) -> None:
-        code, reason = (self._end.exit_code, self._end.reason) if self._end is not None else (0, "")
-        await see_off(self._links.values(), code, reason, hard=self._hard, all_gone=self._all_gone)

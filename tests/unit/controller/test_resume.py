@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import sqlite3
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,7 +25,7 @@ CONFIG = JobConfig(world_size=2, job="j-1")
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[RunDirectory]:
+def run(tmp_path: Path) -> RunDirectory:
     """A run of two ranks whose controller was killed when both had started."""
     run_dir = RunDirectory(tmp_path / "run")
     run_dir.make()
@@ -40,7 +39,7 @@ def run(tmp_path: Path) -> Iterator[RunDirectory]:
     assert any(isinstance(action, Announce) for action in actions)
     with Ledger(run_dir.ledger) as ledger:
         ledger.append_all([(a.kind, a.body) for a in actions if isinstance(a, Persist)])
-    yield run_dir
+    return run_dir
 
 
 def test_the_next_controller_knows_map_token_address_and_job(run: RunDirectory) -> None:
@@ -100,7 +99,7 @@ def test_a_ledger_that_was_altered_is_no_ground_to_stand_on(run: RunDirectory) -
 
 def test_without_its_token_or_its_description_a_run_cannot_go_on(run: RunDirectory) -> None:
     run.token_file.unlink()
-    with pytest.raises(UsageError, match="the token of the run in .* is gone .*: give it with --token-file"):
+    with pytest.raises(UsageError, match=r"the token of the run in .* is gone .*: give it with --token-file"):
         resume.take_up(run, SPEC)
     resume.take_up(run, SPEC, token="given").ledger.close()
     run.job_file.write_text("{}")
