@@ -231,7 +231,7 @@ class Link:
             return
         with self._answered:
             if message.request in self._unanswered:  # asked twice, it may be answered twice
-                self._answers[message.request] = message
+                self._answers.setdefault(message.request, message)  # one that was asked again has two
                 self._answered.notify_all()
 
     def _come_back(self, deadline_s: float) -> bool:

@@ -84,7 +84,7 @@ def test_every_stranger_gets_one_clear_line(waiting: Cluster, own: Authority, tm
     token.chmod(0o600)
     reader = waiting.run.read_token_file
     code, line = agent(tmp_path, url, reader, good)
-    assert code == 2 and "may only read" in line
+    assert code == 1 and "may only read" in line
 
 
 def test_a_whole_job_runs_over_tls_and_no_command_line_shows_the_token(
