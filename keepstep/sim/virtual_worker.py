@@ -287,6 +287,7 @@ class VirtualWorker:
         if step >= self.cluster.story.steps:
             self.finished = True
             self.take(GatePassed(pending=pending))
+            assert self.machine.generation is not None
             generation = self.machine.generation.number
             self.cluster.report(self, WorkerFinished(worker=self.number, step=step, generation=generation))
             self._errand(0.05, lambda: self.cluster.exit(self, 0))
