@@ -32,7 +32,7 @@ def begin_finish(state: JobState, event: WorkerFinished, now_s: float) -> None:
     """One has passed the last gate and come to the script's end: every rank holds the last step."""
     assert state.newest is not None
     state.finishing, state.final_step = True, event.step
-    if state.incident is not None and 0 <= event.generation < state.newest.number:
+    if state.incident is not None and event.generation is not None and event.generation < state.newest.number:
         # It will not be repaired: who left the loop in an older generation does not come back.
         for victim in state.incident.victims:
             state.cut_short.setdefault(victim.rank, victim.worker)

@@ -295,12 +295,12 @@ class UsageRefused:
 class WorkerFinished:
     """A worker passed the last gate, and its script came to its end: every rank has finished all steps.
 
-    `generation`: in which it passed that gate, if it is known (else -1): its other members passed it too.
+    `generation`: in which it passed that gate, None where it is not known: its other members passed it too.
     """
 
     worker: int
     step: int
-    generation: int = -1
+    generation: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
