@@ -203,7 +203,9 @@ def test_a_module_and_a_program_are_started_as_torchrun_does(
     program.write_text(f'#!/bin/sh\nexec {sys.executable} {FAKE} "$@"\n')
     program.chmod(0o755)
     what = ("-m", "my_worker") if launch_as == "module" else ("--no-python", str(program))
-    job = launch("--standalone", "--nnodes=1", "--nproc_per_node=2", "--rdzv-conf=timeout=5", *what, "--steps", "5")
+    job = launch(
+        "--standalone", "--nnodes=1", "--nproc_per_node=2", "--rdzv-conf=timeout=5", *what, "--steps", "5"
+    )
     assert job.end() == 0
     assert "--rdzv-conf has no effect" in job.said
     assert_nothing_is_left(job)
