@@ -11,33 +11,15 @@ from collections import OrderedDict
 from keepstep.core.events import (
     Complained,
     Event,
-    FingerprintTaken,
     Resumed,
     ScriptFailed,
-    SelfCheckFailed,
-    SelfCheckPassed,
-    SpareChecked,
-    StateDescribed,
     StateReceived,
     UsageRefused,
     VerdictReached,
-    WorkerFinished,
-    WorkerParked,
 )
+from keepstep.wire.messages import TOLD_AGAIN
 
 _OF_A_GENERATION = (Complained, Resumed, StateReceived, VerdictReached)
-_KEPT = (
-    *_OF_A_GENERATION,
-    FingerprintTaken,
-    ScriptFailed,
-    SelfCheckFailed,
-    SelfCheckPassed,
-    SpareChecked,
-    StateDescribed,
-    UsageRefused,
-    WorkerFinished,
-    WorkerParked,
-)
 
 
 # What still matters when the worker has ended, and of how many such workers it is kept.
@@ -53,7 +35,7 @@ class Said:
 
     def note(self, event: Event) -> None:
         """Keep an event of a worker, if its loss would matter."""
-        if isinstance(event, _KEPT):
+        if isinstance(event, TOLD_AGAIN):
             key = (event.worker, type(event))
             self._events[key] = event
             self._events.move_to_end(key)

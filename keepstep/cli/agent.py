@@ -40,11 +40,7 @@ def agent(
     """Offer this machine's slots to a job's controller; ends with the job, and with its exit code."""
     from keepstep.cli import options
 
-    given = {
-        key: (None if value is False else str(value))
-        for key, value in ctx.params.items()
-        if value is not None
-    }
+    given = options.as_typed(ctx.params)
     chosen, endpoint = options.choose_agent(given, environ=os.environ, directory=Path.cwd())
     from keepstep.cli.node import join as serve
 

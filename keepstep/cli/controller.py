@@ -52,11 +52,7 @@ def controller(
     """Host one job's controller; nodes join it with `keepstep agent --join`."""
     from keepstep.cli import options
 
-    given = {
-        key: (None if value is False else str(value))
-        for key, value in ctx.params.items()
-        if value is not None
-    }
+    given = options.as_typed(ctx.params)
     chosen = options.choose(
         given,
         script=script,

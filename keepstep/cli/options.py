@@ -95,6 +95,15 @@ class RunOptions:
         return self.node_rank > 0
 
 
+def as_typed(parameters: Mapping[str, Any]) -> dict[str, str | None]:
+    """A command's flags as text; one that was not given is absent, a switch that is off is None."""
+    return {
+        key: (None if value is False else str(value))
+        for key, value in parameters.items()
+        if value is not None
+    }
+
+
 def choose(
     given: Mapping[str, str | None],
     *,

@@ -91,11 +91,7 @@ def run(
     """Start a training script on several ranks, with spares that take over when one dies."""
     from keepstep.cli import options, torchrun_flags
 
-    given = {
-        key: (None if value is False else str(value))
-        for key, value in ctx.params.items()
-        if value is not None
-    }
+    given = options.as_typed(ctx.params)
     torchrun_flags.check(given)
     chosen = options.choose(
         given,

@@ -314,8 +314,7 @@ class Controller:
 
     def _note(self, body: dict[str, Any]) -> None:
         """Have the machine's task write a note, between two of its steps."""
-        with contextlib.suppress(asyncio.QueueFull):
-            self._events.put_nowait(act.Persist(kind="note", body=body))
+        self._put(act.Persist(kind="note", body=body))
 
     async def _finish_inquiries(self) -> None:
         """Evidence of an incident with which the job ends is gathered while the agents are there."""
@@ -354,7 +353,7 @@ class Controller:
             return
         self._put(evt.AgentDisconnected(node=link.node, reason="its connection ended"))
 
-    def _put(self, event: evt.Event) -> None:
+    def _put(self, event: evt.Event | act.Persist) -> None:
         with contextlib.suppress(asyncio.QueueFull):
             self._events.put_nowait(event)
 

@@ -196,7 +196,7 @@ class JobState:
             self.suspected.discard(node.name)
 
     def has_workers(self, node: str) -> bool:
-        return any(True for _ in self.members.of_node(node))
+        return bool(self.members.of_node(node))
 
     def has_members(self, node: str) -> bool:
         """Whether a rank is played on this node."""
@@ -238,8 +238,7 @@ class JobState:
         """
         workers = self.members.workers
         having = {workers[number].node for number in members if number in workers} & self.members.slots.keys()
-        sound = {node for node in having if node not in self.nodes or not self.nodes[node].suspect}
-        return min(sound or having, key=natural, default="")
+        return min(having - self.suspected or having, key=natural, default="")
 
     # ---- small moves ----------------------------------------------------------------------------
 

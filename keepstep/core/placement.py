@@ -33,8 +33,9 @@ def heirs(state: JobState, vacant: Sequence[int], spares: Sequence[Worker]) -> l
     chosen = []
     for rank in vacant:
         dead = [lost[rank]] if rank in lost else []
-        twins = state.twins_of(rank) if len(state.twins_of(rank)) <= MOST_TWINS else []
-        near = [node for twin in twins if (node := state.node_of_rank(twin))]
+        twins = state.twins_of(rank)
+        few = twins if len(twins) <= MOST_TWINS else []
+        near = [node for twin in few if (node := state.node_of_rank(twin))]
         best = min(
             left,
             key=lambda spare: (

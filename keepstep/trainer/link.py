@@ -17,24 +17,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from keepstep.core.events import (
-    Complained,
-    FingerprintTaken,
-    Resumed,
-    ScriptFailed,
-    SelfCheckFailed,
-    SelfCheckPassed,
-    SpareChecked,
-    StateDescribed,
-    StateReceived,
-    UsageRefused,
-    VerdictReached,
-    WorkerFinished,
-    WorkerParked,
-)
 from keepstep.errors import ProtectionError, WireError
 from keepstep.wire import codec, framing
-from keepstep.wire.messages import PROTOCOL_VERSION, Fenced, Fetch, Fetched, Hello, JournalKept, Welcome
+from keepstep.wire.messages import (
+    PROTOCOL_VERSION,
+    TOLD_AGAIN,
+    Fenced,
+    Fetch,
+    Fetched,
+    Hello,
+    JournalKept,
+    Welcome,
+)
 
 HANDSHAKE_TIMEOUT_S = 30.0
 FIRST_BACKOFF_S = 0.05
@@ -42,22 +36,7 @@ LAST_BACKOFF_S = 1.0
 LAST_WORD_TIMEOUT_S = 10.0
 # The newest of each kind is told again to an agent that comes back: whether the one before it had passed it
 # on cannot be known. All of them may be heard twice. Nothing else is kept, so the box is bounded.
-_TOLD_AGAIN = (
-    WorkerParked,
-    JournalKept,
-    Complained,
-    VerdictReached,
-    StateReceived,
-    Resumed,
-    FingerprintTaken,
-    StateDescribed,
-    SpareChecked,
-    SelfCheckFailed,
-    SelfCheckPassed,
-    ScriptFailed,
-    UsageRefused,
-    WorkerFinished,
-)
+_TOLD_AGAIN = (JournalKept, *TOLD_AGAIN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from keepstep.core import events
+
 PROTOCOL_VERSION = 2
+
+# Of what a worker says, the newest of each of these kinds is told again when a connection was lost: worker to
+# agent, and agent to controller. Whether the one before had arrived cannot be known, so all may be heard twice.
+TOLD_AGAIN = (
+    events.Complained,
+    events.FingerprintTaken,
+    events.Resumed,
+    events.ScriptFailed,
+    events.SelfCheckFailed,
+    events.SelfCheckPassed,
+    events.SpareChecked,
+    events.StateDescribed,
+    events.StateReceived,
+    events.UsageRefused,
+    events.VerdictReached,
+    events.WorkerFinished,
+    events.WorkerParked,
+)
 
 # ---- a worker's connection to its agent -----------------------------------------------------------
 
