@@ -290,6 +290,7 @@ class JobState:
             self.restarting, self.published, self.setup_over = False, 0, False
             self.replicas = ReplicaBook(self.config.world_size)
             self.shards.clear()
+            self._twins = (-1, {})  # counted by size: another world may have as many
             self.twins_differ = ""
         self.resumed, self.complaint, self.waiting = set(), None, None
         self.gather_until_s = self.park_until_s = None
