@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from keepstep.agent.config import ConsoleLine
 from keepstep.agent.logs import STREAMS, log_path
 from keepstep.errors import UsageError
 
-POLL_INTERVAL_S = 0.05
+POLL_INTERVAL_S = 0.1
 # A script that never comes to init() would otherwise stay mute until somebody asks why.
 HOLD_LIMIT_S = 10.0
 # Output that outruns the console is skipped on it (never in the file).
@@ -70,6 +71,7 @@ class _Tail:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._name = str(path)
         self._offset = 0
         self._partial = bytearray()
         self._bar_s = 0.0
@@ -122,7 +124,7 @@ class _Tail:
 
     def _size(self) -> int:
         try:
-            return self._path.stat().st_size
+            return os.stat(self._name).st_size  # many times a second: no Path
         except OSError:
             return self._offset
 
@@ -211,18 +213,24 @@ class Console:
                 and time.monotonic() - followed.started_s > HOLD_LIMIT_S
             ):
                 followed.show = _Show.SHOWN
-            self._turn(followed)
+            if followed.show is _Show.SHOWN:
+                self._show_new(followed)
 
     def _turn(self, followed: _Followed) -> None:
+        """Its part changes: show what is new, and go past what will never be shown."""
         if followed.show is _Show.HIDDEN:
             self._skip(followed)
         elif followed.show is _Show.SHOWN:
+            self._show_new(followed)
             for stream, tail in followed.tails.items():
-                if self._wanted(followed, stream):
-                    for line in tail.lines():
-                        self._emit(followed, stream, line)
-                else:
+                if not self._wanted(followed, stream):
                     tail.skip()
+
+    def _show_new(self, followed: _Followed) -> None:
+        for stream, tail in followed.tails.items():
+            if self._wanted(followed, stream):
+                for line in tail.lines():
+                    self._emit(followed, stream, line)
 
     def _skip(self, followed: _Followed) -> None:
         for tail in followed.tails.values():

@@ -38,6 +38,7 @@ def roles_path(run_dir: Path, worker: int) -> Path:
 @dataclass(slots=True)
 class _Followed:
     worker: int
+    paths: dict[str, str]  # of its logs
     seen: dict[str, int] = field(default_factory=dict)
     rank: int | None = None
     generation: int | None = None
@@ -87,17 +88,19 @@ class LogTimes:
             self._note_role(followed, {"event": "ended", "how": how})
 
     def _follow(self, worker: int, slot: int) -> None:
-        followed = self._followed[worker] = _Followed(worker)
+        followed = self._followed[worker] = _Followed(
+            worker, {stream: str(log_path(self._run_dir, worker, stream)) for stream in STREAMS}
+        )
         for stream in STREAMS:
             # After an agent's restart: what was noted before stays, the rest counts from here.
-            known = _size(times_path(self._run_dir, worker, stream)) > 0
-            followed.seen[stream] = _size(log_path(self._run_dir, worker, stream)) if known else 0
+            known = _size(str(times_path(self._run_dir, worker, stream))) > 0
+            followed.seen[stream] = _size(followed.paths[stream]) if known else 0
         if not roles_path(self._run_dir, worker).exists():
             self._note_role(followed, {"event": "starts", "node": self._node, "slot": slot})
 
     def _note_growth(self, followed: _Followed) -> None:
-        for stream in STREAMS:
-            size, seen = _size(log_path(self._run_dir, followed.worker, stream)), followed.seen[stream]
+        for stream, path in followed.paths.items():
+            size, seen = _size(path), followed.seen[stream]
             if size != seen:
                 followed.seen[stream] = size
                 entry = TIMES_ENTRY.pack(min(seen, size), size, time.time_ns())
@@ -120,8 +123,8 @@ class LogTimes:
                 log.warning("times of log lines cannot be written: %s", error)
 
 
-def _size(path: Path) -> int:
+def _size(path: str) -> int:
     try:
-        return path.stat().st_size
+        return os.stat(path).st_size  # many times a second: no Path
     except OSError:
         return 0

@@ -7,6 +7,7 @@ types, and the wire writes them as they are.
 from __future__ import annotations
 
 import enum
+import functools
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -38,13 +39,18 @@ class Lineage:
         """The lineage after applying `attempt`. Raises ValueError when the step does not follow."""
         if attempt.step != self.step:
             raise ValueError(f"attempt {attempt} does not follow a lineage at step {self.step}")
-        text = f"{self.digest}/{attempt.generation}/{attempt.step}".encode()
-        digest = hashlib.blake2b(text, digest_size=16).hexdigest()
+        digest = _digest_after(self.digest, attempt.generation, attempt.step)
         return Lineage(digest, self.step + 1, (*self.tail, attempt.generation)[-TAIL_LENGTH:])
 
     def newness(self) -> tuple[int, ...]:
         """Sorts lineages of one step: the later generation of the newest attempt wins."""
         return tuple(reversed(self.tail))
+
+
+@functools.lru_cache(maxsize=4)  # a step asks twice: for its record before the gate, and at its commit
+def _digest_after(digest: str, generation: int, step: int) -> str:
+    text = f"{digest}/{generation}/{step}".encode()
+    return hashlib.blake2b(text, digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -81,11 +81,13 @@ class Recorder:
         self._packer = rng.Packer()
         self._plain_rest: dict[int, bytes] = {}
         self._written: Pieces = (b"", {})
+        self._payload = b""  # of the pieces written last
         self._written_key: tuple[int, str] | None = None
         self._remembered_step = -1
         self._values: dict[str, Any] = {}
         self._per_rank: dict[str, Any] = {}
         self._buffers: dict[str, torch.Tensor] = {}
+        self._clean = True  # no parameter had a gradient at the step's start
         self._had_gradient: list[bool] = []
         self._gradients: list[torch.Tensor | None] = []
         self._stale: list[weakref.ref[torch.Tensor] | None] = []
@@ -104,7 +106,7 @@ class Recorder:
     @property
     def written_bytes(self) -> int:
         """Size of the newest record."""
-        return len(joined(self._written))
+        return len(self._payload)
 
     # ---- off the process ------------------------------------------------------------------------
 
@@ -135,7 +137,11 @@ class Recorder:
         self._write("gate", step, lineage, pieces)
 
     def _write(self, kind: str, step: int, lineage: str, pieces: Pieces) -> None:
-        payload = joined(pieces)
+        rest, generators = pieces
+        if rest is not self._written[0] or generators is not self._written[1]:
+            self._payload = joined(pieces)
+            self._written, self._written_key = pieces, None
+        payload = self._payload
         if len(payload) > self._record_bytes:
             text = (
                 f"the record of this rank has {len(payload)} bytes, the limit is {self._record_bytes}: "
@@ -153,7 +159,7 @@ class Recorder:
             self._checks.failed("record", f"its record of step {step} cannot be kept: {error}", step)
             return
         self._page.count_record(len(payload))
-        self._written, self._written_key = pieces, (step, lineage)
+        self._written_key = (step, lineage)
         if self._checks.failing:
             self._checks.held("record")
 
@@ -191,10 +197,12 @@ class Recorder:
             buffers = self._protected.buffers()
             self._buffers = {name: buffers[name].detach().clone() for name in self._recorded_buffers}
         gradients = [parameter.grad for parameter in self._protected.trained()]
-        self._had_gradient = [gradient is not None for gradient in gradients]
-        self._stale = [None if gradient is None else weakref.ref(gradient) for gradient in gradients]
-        if self._keeps_gradients:
-            self._gradients = [None if g is None else g.detach().clone() for g in gradients]
+        self._clean = gradients.count(None) == len(gradients)  # the usual case
+        if not self._clean:
+            self._had_gradient = [gradient is not None for gradient in gradients]
+            self._stale = [None if gradient is None else weakref.ref(gradient) for gradient in gradients]
+            if self._keeps_gradients:
+                self._gradients = [None if g is None else g.detach().clone() for g in gradients]
         self._protected.watch_mutations()
 
     def put_back(self, step: int) -> None:
@@ -210,7 +218,7 @@ class Recorder:
                 for name, tensor in self._buffers.items():
                     buffers[name].copy_(tensor)
             for index, parameter in enumerate(self._protected.trained()):
-                if not self._keeps_gradients or not self._had_gradient[index]:
+                if self._clean or not self._keeps_gradients or not self._had_gradient[index]:
                     parameter.grad = None  # zeroing would turn -0.0 into 0.0
                 elif (kept := self._gradients[index]) is not None:
                     parameter.grad = kept.clone()
@@ -228,9 +236,13 @@ class Recorder:
                     "would change it twice. Change it after optimizer.step(), or keep it out of run.protect()."
                 )
             self._recorded_buffers = sorted([*self._recorded_buffers, name])
-        if not self._keeps_gradients and any(
-            old is not None and parameter.grad is not None and old() is parameter.grad
-            for old, parameter in zip(self._stale, self._protected.trained(), strict=False)
+        if (
+            not self._clean
+            and not self._keeps_gradients
+            and any(
+                old is not None and parameter.grad is not None and old() is parameter.grad
+                for old, parameter in zip(self._stale, self._protected.trained(), strict=False)
+            )
         ):
             # The block neither drops the old gradients nor starts without any: a redo needs them.
             self._keeps_gradients = True

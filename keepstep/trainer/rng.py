@@ -1,13 +1,14 @@
 """The random number generators of one process: taken and put back, bit for bit.
 
 torch (CPU and this rank's GPU), Python's random, and numpy when the script has imported it. Taken
-several times a step, so a generator that has not moved is not copied again: a look at its memory
-costs 1 us, its public state 10 to 30 us.
+several times a step, so a generator that has not moved is not copied again: between two steps the
+caches are full of the model's data, and little code that touches little memory is what costs little.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import random
 import struct
 import sys
@@ -21,30 +22,54 @@ from keepstep.trainer import values
 _WORDS = 624  # of a Mersenne Twister's state, beside one position
 _TWISTER_BYTES = _WORDS * 4 + 4
 _OBJECT_HEAD_BYTES = object.__basicsize__
+# A draw moves the position, and the last of a block makes all words anew: the position and the first words tell
+# every state that a program can come to by drawing or seeding.
+_LOOKED_AT_BYTES = 64
+# torch's CPU generator: seed, words left, seeded, next word, the words, and the half of a Gaussian pair that is
+# held back, as float and as double, each with a flag (CPUGeneratorImpl.h, MT19937RNGEngine.h).
+_BEFORE_WORDS_BYTES, _AFTER_WORDS_BYTES = 20, 28
+_SEARCHED_BYTES = 1024
+_LEGACY_WORDS_AT = 24  # in get_rng_state()'s bytes, 8 each
+
+
+def _packed(part: Any) -> bytes:
+    if isinstance(part, torch.Tensor):
+        return ctypes.string_at(part.data_ptr(), part.nbytes)
+    return values.to_bytes(part)
 
 
 class _Watch:
     """Copies a generator's state only when its memory has moved.
 
     `held_back`: whether a state keeps a value of its own beside that memory (the second of a pair of
-    Gaussians): such a state is always copied, since using that value up moves no memory.
+    Gaussians): such a state is always copied, since using that value up moves no memory. `tail`: offset
+    and size of what else tells its state, beside the first bytes.
     """
 
-    def __init__(self, copy: Callable[[], Any], held_back: Callable[[Any], bool]) -> None:
+    def __init__(
+        self, copy: Callable[[], Any], held_back: Callable[[Any], bool], tail: tuple[int, int] | None = None
+    ) -> None:
         self._copy = copy
         self._held_back = held_back
+        self._tail = tail
         self._address = 0
-        self._memory = b""
+        self._looked_at: tuple[Any, ...] = ()  # arrays over the memory: a look costs no foreign call
+        self._memory: list[bytes] = []
         self._state: Any = None
 
     def capture(self, address: int) -> Any:
         """The state of the generator whose memory begins at `address` (0: unknown, always copied)."""
         if not address:
             return self._copy()
-        memory = ctypes.string_at(address, _TWISTER_BYTES)
+        if address != self._address:
+            self._address, self._state = address, None
+            head, tail = (0, _LOOKED_AT_BYTES), self._tail
+            parts = (head,) if tail is None else (head, tail)
+            self._looked_at = tuple([(ctypes.c_char * size).from_address(address + at) for at, size in parts])
+        memory = [part.raw for part in self._looked_at]
         kept = self._state
-        if address != self._address or memory != self._memory or kept is None or self._held_back(kept):
-            self._address, self._memory, self._state = address, memory, self._copy()
+        if kept is None or memory != self._memory or self._held_back(kept):
+            self._memory, self._state = memory, self._copy()
         return self._state
 
 
@@ -56,6 +81,27 @@ def _python_address() -> int:
     found = struct.unpack(f"={_WORDS + 1}I", ctypes.string_at(address, _TWISTER_BYTES))
     expected = random.getstate()[1]
     return address if (*found[1:], found[0]) == expected else 0
+
+
+def _torch_address() -> int:
+    """Where torch keeps its CPU generator's engine; 0 when it does not look like that.
+
+    Read through the kernel: a pointer that is none, in another version of torch, is then an error, not a crash.
+    """
+    generator = torch.default_generator
+    wide = struct.unpack_from(f"={_WORDS}Q", _packed(torch.get_rng_state()), _LEGACY_WORDS_AT)
+    try:
+        words = struct.pack(f"={_WORDS}I", *wide)
+        holder = struct.unpack("=Q", ctypes.string_at(id(generator) + _OBJECT_HEAD_BYTES, 8))[0]
+        descriptor = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            memory = os.pread(descriptor, _SEARCHED_BYTES + len(words), holder)
+        finally:
+            os.close(descriptor)
+    except (OSError, OverflowError, struct.error):
+        return 0
+    at = memory.find(words)
+    return holder + at - _BEFORE_WORDS_BYTES if at >= _BEFORE_WORDS_BYTES else 0
 
 
 class _NumpyTwister:
@@ -74,15 +120,21 @@ class _NumpyTwister:
         return self._address
 
 
+_torch = _Watch(
+    torch.get_rng_state, lambda state: False, (_BEFORE_WORDS_BYTES + _WORDS * 4, _AFTER_WORDS_BYTES)
+)
+_torch_at = _torch_address()
 _python = _Watch(random.getstate, lambda state: state[2] is not None)
 _python_at = _python_address()
 _numpy_twister = _NumpyTwister()
-_numpy = _Watch(lambda: sys.modules["numpy"].random.get_state(), lambda state: bool(state[3]))
+_numpy = _Watch(
+    lambda: sys.modules["numpy"].random.get_state(), lambda state: bool(state[3]), (_WORDS * 4, 4)
+)
 
 
 def capture() -> dict[str, Any]:
     """The state of every generator. What has not moved since the last call is the same object."""
-    state: dict[str, Any] = {"torch": torch.get_rng_state(), "random": _python.capture(_python_at)}
+    state: dict[str, Any] = {"torch": _torch.capture(_torch_at), "random": _python.capture(_python_at)}
     numpy = sys.modules.get("numpy")
     if numpy is not None and hasattr(numpy, "random"):
         state["numpy"] = _numpy.capture(_numpy_twister.address(numpy))
@@ -106,20 +158,18 @@ class Packer:
     """Captured states as bytes; one that has not moved since the last call is not packed again."""
 
     def __init__(self) -> None:
-        self._packed: dict[str, tuple[Any, bytes]] = {}
+        self._parts: dict[str, Any] = {}
+        self._packed: dict[str, bytes] = {}
 
     def pack(self, state: dict[str, Any]) -> dict[str, bytes]:
-        """The parts of what `capture` returned, each by its name."""
-        packed: dict[str, bytes] = {}
-        for name, part in state.items():
-            if isinstance(part, torch.Tensor):
-                packed[name] = ctypes.string_at(part.data_ptr(), part.nbytes)
-                continue
-            kept = self._packed.get(name)
-            if kept is None or kept[0] is not part:
-                kept = self._packed[name] = (part, values.to_bytes(part))
-            packed[name] = kept[1]
-        return packed
+        """The parts of what `capture` returned, each by its name; the same object when nothing has moved."""
+        known = self._parts
+        moved = [name for name, part in state.items() if known.get(name) is not part]
+        if moved or len(state) != len(known):
+            packed = {name: self._packed[name] for name in state if name not in moved}
+            self._packed = {name: packed.get(name) or _packed(part) for name, part in state.items()}
+            self._parts = dict(state)
+        return self._packed
 
 
 def unpacked(name: str, data: bytes) -> Any:

@@ -185,16 +185,16 @@ class Session:
 
     def _carry_out(self, action: WorkerAction) -> None:
         match action:
+            case EnterGate() | ApplyUpdate(roll=False):
+                pass  # the gate reads these from the answer
+            case Publish(step=step):
+                self.page.published = step
             case CutGroups():
                 self.cut(f"generation {self._newest_number()} was announced")
             case Complain(generation=generation, reason=reason):
                 self._complain(generation, reason)
-            case Publish(step=step):
-                self.page.published = step
             case Leave(reason=reason):
                 self.leave(reason)
-            case EnterGate() | ApplyUpdate(roll=False):
-                pass  # the gate reads these from the answer
             case ServeState():
                 self.serving = action  # offered at the next boundary of a step
             case Connect():

@@ -25,7 +25,7 @@ DEFAULT_RECORD_BYTES = 4 << 20
 KEPT_RECORDS = 4
 _SLOTS = KEPT_RECORDS + 1
 
-_MAGIC = 0x3167_6170_7065_656B  # "keeppag1": the layout's version is its last letter
+_MAGIC = 0x3267_6170_7065_656B  # "keeppag2": the layout's version is its last letter
 _ALIGN = mmap.PAGESIZE
 _SLOTS_AT = _ALIGN  # the file's first page holds the head and the counters
 _GROWTH_BYTES = 64 << 10
@@ -42,7 +42,7 @@ GATE_WORDS = (16, 17)
 # Sums for people to look at: steps and their ns, gates and their ns, bytes of the last record.
 _WORD_STEPS_TIMED, _WORD_STEPS_NS, _WORD_GATES, _WORD_GATES_NS, _WORD_RECORD_SIZE = range(24, 29)
 
-# A slot: one word (the sequence number, 0 while invalid), this head, the CRC over all of it, the payload.
+# A slot: one word (the sequence number, 0 while invalid), this head, the CRC of payload and head, the payload.
 _SLOT_HEAD = struct.Struct("<QQBB16sI")  # sequence again, step, kind, has a lineage, lineage, payload length
 _SLOT_CRC = struct.Struct("<I")
 _HEAD_AT = 8
@@ -103,7 +103,9 @@ class Page:
         self.record_bytes = self._words[_WORD_RECORD_BYTES]
         self._slots = _slot_offsets(self.record_bytes)
         self._reserved = [0] * _SLOTS
-        self._kept: list[tuple[int, tuple[str, int, str]]] | None = None  # (slot, key), oldest first
+        self._payloads: list[bytes | None] = [None] * _SLOTS  # those that stand in the slots, written by us
+        self._summed: tuple[bytes, int] = (b"", 0)  # a payload and its CRC
+        self._kept: dict[tuple[str, int, str], int] | None = None  # key -> slot, oldest first
         self._sequence = 0
 
     @classmethod
@@ -283,7 +285,8 @@ class Page:
     def write_record(self, kind: str, step: int, lineage: str, payload: bytes) -> None:
         """Keep one record. It replaces its namesake (same kind, step and lineage), else the oldest of four.
 
-        Raises ValueError (unknown kind, malformed lineage, payload too large) and OSError (no memory left).
+        A payload that is the same object as one written before costs neither a copy nor a sum. Raises ValueError
+        (unknown kind, malformed lineage, payload too large) and OSError (no memory left).
         """
         kind_number = _KINDS.index(kind) if kind in _KINDS else -1
         if kind_number < 0:
@@ -299,7 +302,9 @@ class Page:
         if kept is None:
             kept = self._kept = self._survey()
 
-        slot = next(number for number in range(_SLOTS) if all(number != taken for taken, _ in kept))
+        taken, slot = kept.values(), 0
+        while slot in taken:
+            slot += 1
         base = self._slots[slot]
         if length > self._reserved[slot]:
             self._reserve(slot, length)
@@ -308,21 +313,25 @@ class Page:
 
         view = self._bytes
         self._words[base >> 3] = 0  # invalid from here ...
-        view[base + _PAYLOAD_AT : base + _PAYLOAD_AT + length] = payload
+        if self._payloads[slot] is not payload:
+            self._payloads[slot] = None
+            view[base + _PAYLOAD_AT : base + _PAYLOAD_AT + length] = payload
+            self._payloads[slot] = payload
+        if self._summed[0] is not payload:
+            self._summed = (payload, zlib.crc32(payload))
         view[base + _HEAD_AT : base + _CRC_AT] = head
-        crc = _SLOT_CRC.pack(zlib.crc32(payload, zlib.crc32(head)))
+        crc = _SLOT_CRC.pack(zlib.crc32(head, self._summed[1]))
         view[base + _CRC_AT : base + _CRC_AT + _SLOT_CRC.size] = crc
         self._words[base >> 3] = sequence  # ... to here; the CRC also covers a CPU that reorders stores
         self._sequence = sequence
 
         key = (kind, step, lineage)
-        retired = next((entry for entry in kept if entry[1] == key), None)
+        retired = kept.pop(key, None)
         if retired is None and len(kept) == KEPT_RECORDS:
-            retired = kept[0]
+            retired = kept.pop(next(iter(kept)))
         if retired is not None:
-            kept.remove(retired)
-            self._words[self._slots[retired[0]] >> 3] = 0
-        kept.append((slot, key))
+            self._words[self._slots[retired] >> 3] = 0
+        kept[key] = slot
 
     def records(self) -> list[Record]:
         """The whole records, newest first: at most four, one per (kind, step, lineage)."""
@@ -333,11 +342,11 @@ class Page:
         fitting = [record for record in self.records() if record.lineage == lineage and record.step == step]
         return min(fitting, key=lambda record: _KINDS.index(record.kind), default=None)
 
-    def _survey(self) -> list[tuple[int, tuple[str, int, str]]]:
+    def _survey(self) -> dict[tuple[str, int, str], int]:
         # The first write of this process: another one may have written before (the worker before a restart).
         valid = self._valid()
         self._sequence = max(self._words[base >> 3] for base in self._slots)
-        return [(slot, (record.kind, record.step, record.lineage)) for slot, record in reversed(valid)]
+        return {(record.kind, record.step, record.lineage): slot for slot, record in reversed(valid)}
 
     def _valid(self) -> list[tuple[int, Record]]:
         found = [(slot, record) for slot in range(_SLOTS) if (record := self._read(slot)) is not None]
@@ -358,7 +367,7 @@ class Page:
             return None
         payload = bytes(view[base + _PAYLOAD_AT : base + _PAYLOAD_AT + length])
         (crc,) = _SLOT_CRC.unpack_from(view, base + _CRC_AT)
-        if zlib.crc32(payload, zlib.crc32(head)) != crc or self._words[base >> 3] != sequence:
+        if zlib.crc32(head, zlib.crc32(payload)) != crc or self._words[base >> 3] != sequence:
             return None
         return Record(_KINDS[kind], step, lineage.hex() if has_lineage else "", payload, sequence)
 

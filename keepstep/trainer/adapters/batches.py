@@ -31,7 +31,9 @@ def _leaves(batch: Any) -> Iterator[Tensor]:
 
 def snapshot_versions(batch: Any) -> tuple[tuple[int, int], ...]:
     """Identity and version of every tensor in `batch`, to compare with later."""
-    return tuple((id(leaf), leaf._version) for leaf in _leaves(batch) if not leaf.is_inference())
+    if batch is None:
+        return ()
+    return tuple([(id(leaf), leaf._version) for leaf in _leaves(batch) if not leaf.is_inference()])
 
 
 def mutated(batch: Any, versions: tuple[tuple[int, int], ...]) -> bool:

@@ -15,8 +15,13 @@ from keepstep.trainer.adapters.tensors import dtype_named, in_memory_order, loca
 
 def group_values(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Copies of everything in `param_groups` but the parameters."""
+    copied, immutable = stateful.copied, stateful.IMMUTABLE  # at every step, and nearly all are immutable
     return [
-        {key: stateful.copied(value) for key, value in group.items() if key != "params"}
+        {
+            key: value if type(value) in immutable else copied(value)
+            for key, value in group.items()
+            if key != "params"
+        }
         for group in optimizer.param_groups
     ]
 

@@ -23,6 +23,7 @@ from keepstep.trainer.adapters.tensors import (
     local_part,
     storage_key,
     version,
+    versions,
 )
 
 _COMPARED_STEPS = 3
@@ -331,7 +332,7 @@ class Protected:
 
     def watch_mutations(self) -> None:
         """Remember the versions of parameters and buffers: call at the start of a step's block."""
-        self._versions = [version(tensor) for _, tensor in self._watched_parameters()]
+        self._versions = versions(self._watched_tensors())
         buffers = self.buffers()
         self._buffers_then = {name: (buffer, version(buffer)) for name, buffer in buffers.items()}
         self._contents = {}
@@ -346,12 +347,10 @@ class Protected:
         Running statistics of normalisation layers are always among them, and buffers that change behind
         PyTorch's version counter (as those do) are found by their content in the first steps.
         """
-        parameters = self._watched_parameters()
-        changed = [
-            name
-            for (name, tensor), then in zip(parameters, self._versions, strict=False)
-            if version(tensor) != then
-        ]
+        changed = []
+        if (now := versions(self._watched_tensors())) != self._versions:
+            pairs = zip(self._watched_parameters(), self._versions, now, strict=False)
+            changed = [name for (name, _), then, seen in pairs if then != seen]
         buffers, running = self.buffers(), self._running_statistics()
         changed += [
             name for name, buffer in buffers.items() if name in running or self._changed(name, buffer)
@@ -377,6 +376,9 @@ class Protected:
                 for key in part._buffers
             }
         return self._running
+
+    def _watched_tensors(self) -> list[Tensor]:
+        return [tensor for _, tensor in self._watched_parameters()]
 
     def _watched_parameters(self) -> list[tuple[str, Tensor]]:
         count = sum([len(group["params"]) for one in self.optimizers.values() for group in one.param_groups])

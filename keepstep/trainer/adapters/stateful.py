@@ -17,12 +17,12 @@ from keepstep.trainer import values
 from keepstep.trainer.adapters import rng
 
 MAX_TENSOR_BYTES = 16 << 20  # of one object: it is copied at every step
-_IMMUTABLE = frozenset({type(None), bool, int, float, str, bytes})
+IMMUTABLE = frozenset({type(None), bool, int, float, str, bytes})
 
 
 def copied(value: Any) -> Any:
     """A copy that shares neither containers nor tensors with `value`."""
-    if type(value) in _IMMUTABLE:  # the usual case, many times a step
+    if type(value) in IMMUTABLE:  # the usual case, many times a step
         return value
     if isinstance(value, Tensor):
         return value.detach().clone()

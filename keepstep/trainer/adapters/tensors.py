@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -40,6 +41,14 @@ def version(tensor: Tensor) -> int:
     """Counts changes in place; -1 for inference tensors, which cannot be watched."""
     part = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     return -1 if part.is_inference() else part._version
+
+
+def versions(tensors: list[Tensor]) -> list[int]:
+    """`version` of each; most tensors are plain ones, and a step asks twice."""
+    try:
+        return [tensor._version if type(tensor) is Parameter else version(tensor) for tensor in tensors]
+    except RuntimeError:  # an inference tensor has none
+        return [version(tensor) for tensor in tensors]
 
 
 def dtype_named(name: str) -> torch.dtype:
