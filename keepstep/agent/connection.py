@@ -76,6 +76,7 @@ class ControllerConnection:
         self._backoff_s = FIRST_BACKOFF_S
         self._idle = asyncio.Event()
         self.lost_since_s: float | None = time.monotonic()
+        self._heard_s = 0.0  # when the controller last answered, while connected
 
     def send(self, event: Event | Answer) -> None:
         """Queue an event (or an answer); it goes out at once when the controller is there."""
@@ -128,7 +129,10 @@ class ControllerConnection:
             if self._leaving is not None:
                 return
             if self.lost_since_s is None:
-                self.lost_since_s = time.monotonic()
+                # A connection that was cut, and not ended, was lost long before anybody noticed.
+                now_s = time.monotonic()
+                was_cut = now_s - self._heard_s > PING_TIMEOUT_S
+                self.lost_since_s = self._heard_s if was_cut else now_s
                 self._say(
                     "the controller is away: training goes on, what happens waits for its return", "warning"
                 )
@@ -154,11 +158,12 @@ class ControllerConnection:
             if self._trouble or self._welcomed_before:
                 self._say("the controller is back", "info")
             self._trouble, self._welcomed_before = "", True
-            self._socket, self.lost_since_s = socket, None
+            self._socket, self.lost_since_s, self._heard_s = socket, None, time.monotonic()
             self._backoff_s = FIRST_BACKOFF_S
             speakers = [
                 asyncio.create_task(self._send_all(socket)),
                 asyncio.create_task(self._beat(socket)),
+                asyncio.create_task(self._note_answers(socket)),
             ]
             try:
                 async for data in socket:
@@ -210,6 +215,14 @@ class ControllerConnection:
         while True:
             await asyncio.sleep(self._heartbeat_s)
             await socket.send(encode(Heartbeat(node=self._node, sent_ns=time.time_ns())))
+
+    async def _note_answers(self, socket: ClientConnection) -> None:
+        """Whether the other side is there: it sends nothing of its own accord for hours. The library ends a
+        connection without answers, and does not say since when there were none."""
+        while True:
+            await (await socket.ping())
+            self._heard_s = time.monotonic()
+            await asyncio.sleep(PING_INTERVAL_S)
 
     async def _send_all(self, socket: ClientConnection) -> None:
         while True:

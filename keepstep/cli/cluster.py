@@ -27,6 +27,7 @@ from keepstep.controller.rundir import Address, RunDirectory
 POLL_S = 0.02
 END_GRACE_S = 20.0
 LAST_LINES = 25
+Ask = Callable[[Address, str], Any]  # how to ask the controller, as `keepstep.cli.source.ask` does
 
 
 class Process:
@@ -148,7 +149,7 @@ class Node:
 class Cluster:
     """A job over several nodes; leave the `with` block and nothing of it is left.
 
-    `controller_prefix`: what stands before the controller's command (a network namespace).
+    `controller_prefix`: what stands before the controller's command (a network namespace); `ask`: how to reach it.
     """
 
     def __init__(
@@ -163,6 +164,7 @@ class Cluster:
         environment: Mapping[str, str] | None = None,
         bind: str = "127.0.0.1:0",
         controller_prefix: Sequence[str] = (),
+        ask: Ask = ask,
     ) -> None:
         self.folder = folder
         self.ranks = nodes * ranks_per_node
@@ -171,6 +173,7 @@ class Cluster:
         self.run = RunDirectory(folder / "controller" / "run")
         self.nodes: dict[str, Node] = {}
         self._prefix = tuple(controller_prefix)
+        self._ask = ask
         # fmt: off
         self._command = [
             sys.executable, "-m", "keepstep", "controller", "--bind", bind, "--run", str(self.run.path),
@@ -256,7 +259,7 @@ class Cluster:
         """What the controller says of the job."""
         found = self.run.address()
         assert found is not None, self.last_output()
-        answer: dict[str, Any] = ask(found, "/api/status")
+        answer: dict[str, Any] = self._ask(found, "/api/status")
         return answer
 
     def node_of_rank(self, rank: int) -> Node:

@@ -163,6 +163,11 @@ class AgentLink:
         self._heard_s = time.monotonic()
         return self._tasks
 
+    def drop(self) -> None:
+        """End the connection: its agent comes back and says what lives on its node."""
+        for task in self._tasks:
+            task.cancel()
+
     def detach(self, tasks: tuple[asyncio.Task[None], ...]) -> None:
         """A connection ended; when a newer one has replaced it, that one stays."""
         if self._tasks is tasks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping
 
 from keepstep.controller.agents import AgentLink
@@ -11,6 +12,8 @@ from keepstep.wire.messages import Stop
 
 FAREWELL_TIMEOUT_S = 15.0
 HARD_FAREWELL_TIMEOUT_S = 3.0
+SILENT_S = 5.0  # an agent that has not been heard for so long is not waited for: its network may be cut
+LOOK_INTERVAL_S = 0.5
 
 
 class Farewell:
@@ -38,11 +41,23 @@ class Farewell:
                 link.send(Stop(hard=hard, exit_code=code, reason=reason))
 
     async def _gone_within(self, timeout_s: float) -> bool:
-        """True when all agents have left. Returns early, False, when the stop becomes a hard one meanwhile."""
+        """True when all agents that are heard have left. Returns early, False, when the stop becomes a hard one."""
+        until_s = time.monotonic() + timeout_s
         gone = asyncio.create_task(self.all_gone.wait())
         hard = asyncio.create_task(self.hard.wait())
         waits = {gone} if self.hard.is_set() else {gone, hard}
-        await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        for task in (gone, hard):
-            task.cancel()
-        return self.all_gone.is_set()
+        try:
+            while not self._nobody_left() and (left_s := until_s - time.monotonic()) > 0:
+                done, _ = await asyncio.wait(
+                    waits, timeout=min(left_s, LOOK_INTERVAL_S), return_when=asyncio.FIRST_COMPLETED
+                )
+                if done:
+                    break
+        finally:
+            for task in (gone, hard):
+                task.cancel()
+        return self._nobody_left()
+
+    def _nobody_left(self) -> bool:
+        heard_after_s = time.monotonic() - SILENT_S
+        return not any(link.connected and link.heard_s > heard_after_s for link in self._links.values())

@@ -261,6 +261,9 @@ class Controller:
                 self._send(action.node, action)
             case act.Probe():
                 self._send(action.by, action)
+            case act.DropAgent():
+                if (link := self._links.get(action.node)) is not None:
+                    link.drop()
             case act.MeasureLink():
                 self._measurements.add(task := asyncio.create_task(self._measure(action)))
                 task.add_done_callback(self._measurements.discard)

@@ -81,6 +81,14 @@ class Probe:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DropAgent:
+    """End the connection of a node's agent. It has to join again, and to say what lives there."""
+
+    node: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Release:
     """Tell workers that all ranks have finished: leave the loop, do not wait for anybody."""
 
@@ -121,6 +129,7 @@ Action = (
     | MeasureLink
     | Announce
     | Probe
+    | DropAgent
     | Release
     | KillWorker
     | Say

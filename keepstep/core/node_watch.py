@@ -10,7 +10,7 @@ A silent node whose ranks evidently train on (steps get published) is not given 
 
 from __future__ import annotations
 
-from keepstep.core.actions import Probe
+from keepstep.core.actions import DropAgent, Probe
 from keepstep.core.events import AgentDisconnected, AgentHeard, AgentSilent, ProbeAnswered
 from keepstep.core.job_state import JobState
 from keepstep.core.node_facts import UNDATED, Inquiry, Link, NodeFacts, domain_of, shared_levels
@@ -58,8 +58,12 @@ def agent_silent(state: JobState, event: AgentSilent, now_s: float) -> None:
 
 
 def agent_heard(state: JobState, event: AgentHeard) -> None:
-    """It spoke again."""
+    """It spoke again. Whoever was given up meanwhile does not know that: it has to join anew."""
     node = state.nodes.get(event.node)
+    if node is not None and node.link is Link.LOST:
+        reason = "it was given up while it was silent"
+        state.say(f"node {node.name} is heard again; {reason}, so it has to join anew", "warning")
+        state.actions.append(DropAgent(node=node.name, reason=reason))
     if node is not None and node.link is Link.SILENT:
         node.inquiry, node.there, node.silent_s = None, False, 0.0
         state.link(node, Link.CONNECTED)

@@ -7,6 +7,7 @@ from keepstep.core.job_state import Complaint, JobState, say_status
 from keepstep.core.losses import process_lost
 from keepstep.core.membership import Standing, Worker
 from keepstep.core.node_facts import Link, NodeFacts
+from keepstep.core.waiting import refill_later
 
 
 def agent_joined(state: JobState, event: AgentJoined, now_s: float) -> None:
@@ -27,12 +28,13 @@ def agent_joined(state: JobState, event: AgentJoined, now_s: float) -> None:
         status = event.exited.get(worker.number)
         text = f"{say_status(status)} while its agent was away"
         process_lost(state, worker, status, text, now_s, "death")
-    if again or event.workers:
-        _tell_again(state, event.node)
+    _tell_again(state, event.node)
+    if not again and state.newest is not None and not state.restarting:
+        refill_later(state, now_s)  # spares may be missing for want of its slots
 
 
 def _tell_again(state: JobState, node: str) -> None:
-    """What was said while the agent could not hear, said again."""
+    """What was said while the agent could not hear, said again; a new one has yet to hear who is where."""
     playing = set(state.current_members())
     for worker in state.members.of_node(node):
         fenced = worker.standing is Standing.PLAYING and (worker.number not in playing or state.restarting)
@@ -45,7 +47,7 @@ def _tell_again(state: JobState, node: str) -> None:
             if not state.restarting:
                 state.stand_by(worker)
     if not state.restarting and state.newest is not None and not state.finishing:
-        state.announce(f"the agent of {node} came back: generation {state.newest.number} counts")
+        state.announce(f"the agent of {node} is here: generation {state.newest.number} counts")
 
 
 def _take_back(state: JobState, worker: Worker, now_s: float) -> None:

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 
 from keepstep.core import placement
-from keepstep.core.actions import Announce, KillWorker, Persist, Probe, StartWorker
+from keepstep.core.actions import Announce, DropAgent, KillWorker, Persist, Probe, StartWorker
 from keepstep.core.events import (
     AgentDisconnected,
     AgentHeard,
@@ -171,6 +171,31 @@ def test_workers_of_a_lost_node_that_comes_back_are_ended_and_never_play_again()
     job.let_time_pass(10.0)
     fresh = [order for order in of(StartWorker, job.past) if order.node == "b" and order.worker not in old]
     assert fresh and not set(old) & set(job.generation.members)
+
+
+def test_a_node_that_is_heard_after_it_was_given_up_has_to_join_anew() -> None:
+    job = two_and_a_spare_node()
+    job.tell(AgentSilent(node="b", silent_s=1.0))
+    answer(job, "silent")
+    job.let_time_pass(0.1)
+    job.tell(AgentHeard(node="b"))
+    assert [drop.node for drop in of(DropAgent, job.last)] == ["b"]
+    job.tell(AgentHeard(node="a"))
+    assert not of(DropAgent, job.last)
+
+
+def test_a_node_that_joins_late_gets_the_spares_that_are_missing() -> None:
+    job = two_and_a_spare_node()
+    job.tell(AgentLost(node="b", reason="gone"))
+    job.let_time_pass(0.1)
+    job.resume_all(8)
+    job.let_time_pass(60.0)  # no slot is free
+    told = of(Announce, job.tell(AgentJoined(node="d", slots=3, peer="d:7")))
+    assert told[-1].peers["d"] == "d:7" and told[-1].peers["a"] == "a:7", (
+        "a spare there asks others for its rank's past"
+    )
+    job.let_time_pass(10.0)
+    assert [order.node for order in of(StartWorker, job.past)].count("d") == 2
 
 
 def test_a_controller_that_stood_still_gives_nobody_up_for_it() -> None:
