@@ -105,6 +105,7 @@ def _rehearsal_rank(session: Session) -> int:
 def _start_fresh(session: Session, generation: Generation) -> None:
     """The world starts: groups connect as the script makes them, since building a model communicates."""
     session.join()
+    session.resumption_due = generation.number > 0  # an incident led here: it is over at the first commit
     action = session.next_action()
     if not isinstance(action, Connect):
         raise ProtectionError(f"a fresh generation begins with Connect, not with {action}")
