@@ -32,7 +32,7 @@ demo: venv
 	$(RUN)/keepstep demo --out build/demo
 
 test: venv
-	$(RUN)/python -m pytest tests -m "not soak" -n 3
+	$(RUN)/python -m pytest tests -m "not soak" -n 3 --durations=15
 
 retest: venv
 	@echo "once more, one at a time: the tests that failed"
