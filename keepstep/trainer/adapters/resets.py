@@ -47,6 +47,9 @@ def reset(modules: Iterable[nn.Module]) -> None:
 def _reset_ddp(wrapper: DistributedDataParallel) -> None:
     """Buckets are rebuilt in the next iterations, on all ranks alike: their layout decides the rounding."""
     wrapper._update_process_group(wrapper.process_group)
+    # Whether the next forward sends buffers round: False behind a micro-batch under no_sync(), and then a replacement,
+    # which stands before a step's first one, would wait for buffers that nobody sends.
+    wrapper.require_forward_param_sync = True
 
 
 def _reset_fsdp(root: FSDPModule) -> None:
