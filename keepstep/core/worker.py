@@ -56,24 +56,27 @@ from keepstep.core.worker_events import (
     Leave,
     LoadCheckpoint,
     PlanAnnounced,
+    PlanDue,
     Publish,
     ReceiveState,
     RedoStep,
     SafePointReached,
     ServeState,
+    StateAdopted,
     StepStarted,
     VotesCounted,
     WorkerAction,
     WorkerEvent,
 )
 from keepstep.core.worker_phase import MASKED, STANDING, WorkerPhase
+from keepstep.core.worker_plan import PlannedSwitch
 from keepstep.errors import InvariantError
 
 HISTORY_LENGTH = 32
 __all__ = ["WorkerMachine", "WorkerPhase"]
 
 
-class WorkerMachine:
+class WorkerMachine(PlannedSwitch):
     """One worker's part of the protocol: `step(event)` answers with the actions to carry out.
 
     `shard`: identity of the bytes that the worker's rank must hold; `held_shard`: of those it
@@ -83,6 +86,7 @@ class WorkerMachine:
     """
 
     def __init__(self, worker: int) -> None:
+        super().__init__()
         self.worker = worker
         self.shard: str = ""
         self.held_shard: str | None = None
@@ -90,7 +94,6 @@ class WorkerMachine:
         self.phase = WorkerPhase.PARKED
         self.generation: Generation | None = None
         self.next_generation: Generation | None = None  # announced, not entered yet
-        self._plan: Generation | None = None  # announced ahead: goes into the gate
         self._awaited_plan = 0  # the gate said so, but the map is not known here yet
         self._gate_value = 0  # what the passed gate said about a planned generation
         self._failed_masked = False
@@ -219,37 +222,10 @@ class WorkerMachine:
         self.phase = WorkerPhase.WAIT
         return []
 
-    def _hear_plan(self, event: PlanAnnounced) -> list[WorkerAction]:
-        plan = event.generation
-        if self.generation is None and self.next_generation is None:
-            # The target of a planned switch connects ahead and waits for the others.
-            if self.worker not in plan.members:
-                return []
-            self.next_generation = plan
-            return self._enter_next()
-        if (
-            self.generation is not None
-            and plan.number == self.generation.number + 1
-            and self.next_generation is None
-        ):
-            if self._awaited_plan == plan.number:
-                return self._switch_to(plan)
-            self._plan = plan
-        return []
-
-    def _pending(self) -> int:
-        return 0 if self._plan is None else self._plan.number
-
-    def _switch_to(self, plan: Generation) -> list[WorkerAction]:
-        if self.worker not in plan.members:
-            return self._leave(f"planned generation {plan.number} goes on without worker {self.worker}")
-        self.next_generation = plan
-        return [CutGroups(), *self._enter_next()]
-
     def _enter_next(self) -> list[WorkerAction]:
         new, self.next_generation = self.next_generation, None
         assert new is not None
-        self.generation, self._plan, self._awaited_plan = new, None, 0
+        self.generation, self._plan, self._due, self._awaited_plan = new, None, None, 0
         self.verdict, self._votes, self._gate_value, self._failed_masked = None, (), 0, False
         self.phase = WorkerPhase.CONNECT
         return [Connect(generation=new)]
@@ -382,6 +358,10 @@ TABLE: dict[tuple[WorkerPhase | None, type], Row] = {
     # interrupts
     (None, Interrupted): _M._interrupt,
     (None, PlanAnnounced): _M._hear_plan,
+    (None, PlanDue): _M._hear_due,
+    (_P.PARKED, StateAdopted): _M._adopt_state,
+    (_P.PARKED, CopyStarted): _M._drop_adopted,
+    (None, StateAdopted): _M._ignore,  # a generation was announced meanwhile: it says what state is worth
     # turning round: whatever a poisoned step says, it only means that the thread got there
     (_P.TURN, SafePointReached): _M._stand,
     (_P.TURN, StepStarted): _M._stand,

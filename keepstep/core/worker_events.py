@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from keepstep.core.types import Generation, Verdict, Vote
+from keepstep.core.types import Generation, Lineage, Verdict, Vote
 
 # ---- events -------------------------------------------------------------------------------------
 
@@ -50,9 +50,28 @@ class Interrupted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanAnnounced:
-    """A planned generation is pending: it goes into the gate's value."""
+    """A planned generation is pending. Its sources put it into the gate's value once it is due."""
 
     generation: Generation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanDue:
+    """Told to a source: the targets of planned generation `number` hold the state of step `step`.
+
+    None: they never will in time, so the switch is due whatever they hold.
+    """
+
+    number: int
+    step: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateAdopted:
+    """Told to a target before its generation: it holds the whole state of `step`, with this lineage."""
+
+    step: int
+    lineage: Lineage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +118,8 @@ WorkerEvent = (
     | BlockEnded
     | Interrupted
     | PlanAnnounced
+    | PlanDue
+    | StateAdopted
     | SafePointReached
     | Connected
     | VotesCounted

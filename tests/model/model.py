@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from keepstep.core.types import Generation
 from keepstep.core.worker_events import (
     PlanAnnounced,
+    PlanDue,
 )
 from keepstep.core.worker_phase import MASKED
 from keepstep.core.worker_phase import WorkerPhase as P
@@ -79,6 +80,9 @@ class Model(Controller):
             elif entry.generation.planned and phase is P.PARKED and x in entry.generation.ranks:
                 plan = PlanAnnounced(generation=entry.generation)
                 yield go(f"{name} connects ahead to g{j}", lambda s, plan=plan: self.take(s, x, plan))
+                source = self.lending(state, entry.generation, x)
+                if source is not None and state.processes[source].content != process.content:
+                    yield go(f"{name} adopts the state of w{source}", lambda s, y=source: self.adopt(s, x, y))
         if process.late >= 0:
             yield go(f"{name} ends the update that its vote did not count", lambda s: self.apply_late(s, x))
         if generation is None:
@@ -100,6 +104,15 @@ class Model(Controller):
                 plan = PlanAnnounced(generation=newest.generation)
                 if phase is P.RUN or world.fine:
                     yield go(f"{name} hears of planned g{state.known}", lambda s: self.take(s, x, plan))
+        plan = machine._plan
+        if (
+            plan is not None
+            and x in (plan.donors or plan.ranks)
+            and machine._due is None
+            and phase in (P.RUN, P.GATE)
+        ):
+            due = PlanDue(number=plan.number, step=None)
+            yield go(f"{name} hears that g{plan.number} is due", lambda s: self.take(s, x, due))
         if phase is P.RUN and step < world.steps:
             if process.stage == "compute":
                 yield go(f"{name} contributes gradients of step {step}", lambda s: self.send(s, x))

@@ -22,6 +22,7 @@ from keepstep.core.worker_events import (
     Publish,
     RedoStep,
     SafePointReached,
+    StateAdopted,
     VotesCounted,
     WorkerEvent,
 )
@@ -237,6 +238,23 @@ class Workers(Promises):
         process.content, process.shard, process.torn = source.content, source.shard, False
         self.take(state, x, CopyCompleted())
         self.begin(state, x)
+
+    def lending(self, state: State, plan: Generation, x: int) -> int | None:
+        """The source of target `x`, while its state stands still."""
+        for donor, rank in plan.donors.items():
+            source = state.processes[donor]
+            still = source.alive and source.machine.phase not in MASKED and not source.torn
+            if plan.ranks[rank] == x and still and source.content is not None:
+                return donor
+        return None
+
+    def adopt(self, state: State, x: int, y: int) -> None:
+        """Copied ahead and, after the source's gate, brought forward by its gradients: what the source holds."""
+        process, source = state.process(x), state.processes[y]
+        process.content, process.shard, process.torn = source.content, source.shard, False
+        process.machine.shard = source.shard
+        lineage = source.machine.lineage
+        self.take(state, x, StateAdopted(step=source.machine.step_count, lineage=lineage))
 
     def fail(self, state: State, x: int, spent: int = 0) -> None:
         state.budget["flaky"] -= spent

@@ -86,6 +86,7 @@ class Process:
             m.phase.value,
             -1 if m.generation is None else m.generation.number,
             -1 if m._plan is None else m._plan.number,
+            m._due,
             m._awaited_plan,
             m._gate_value,
             m.has_state,

@@ -23,11 +23,13 @@ from keepstep.core.worker_events import (
     Interrupted,
     Leave,
     PlanAnnounced,
+    PlanDue,
     Publish,
     ReceiveState,
     RedoStep,
     SafePointReached,
     ServeState,
+    StateAdopted,
     StepStarted,
     VotesCounted,
 )
@@ -221,8 +223,9 @@ def test_a_planned_switch_goes_through_the_gate_and_keeps_the_source_as_a_donor(
         assert machine.step(PlanAnnounced(generation=plan)) == []
     assert target.step(PlanAnnounced(generation=plan)) == [Connect(generation=plan)]
     votes = [vote_of(target)]
-    for machine in (source, peer):
-        assert machine.step(GradientsCompleted()) == [EnterGate(pending=1)]
+    assert peer.step(PlanDue(number=1, step=1)) == source.step(PlanDue(number=1, step=0)) == []
+    for machine, pending in ((source, 1), (peer, 0)):  # only the source knows when its target is ready
+        assert machine.step(GradientsCompleted()) == [EnterGate(pending=pending)]
         machine.step(GatePassed(pending=1))
         assert machine.step(BlockEnded()) == [CutGroups(), Connect(generation=plan)]
         votes.append(vote_of(machine))
@@ -231,6 +234,47 @@ def test_a_planned_switch_goes_through_the_gate_and_keeps_the_source_as_a_donor(
     assert isinstance(receive, ReceiveState) and receive.sources == (0, 1)
     [serve] = source.step(counted)
     assert isinstance(serve, ServeState) and source.phase is WorkerPhase.DONOR
+
+
+def test_a_plan_that_is_due_in_another_step_waits_and_one_that_cannot_be_met_does_not() -> None:
+    plan = Generation(number=1, ranks=(2, 1), donors={0: 0}, planned=True)
+    machine = running(0, steps=2)
+    machine.step(PlanAnnounced(generation=plan))
+    machine.step(PlanDue(number=1, step=1))  # the target's copy is a step too old
+    assert machine.step(GradientsCompleted()) == [EnterGate(pending=0)]
+    machine.step(GatePassed(pending=0))
+    machine.step(BlockEnded())
+    machine.step(PlanDue(number=1, step=None))
+    assert machine.step(GradientsCompleted()) == [EnterGate(pending=1)]
+
+
+def test_a_target_that_adopted_the_state_of_the_switch_copies_nothing() -> None:
+    plan = Generation(number=1, ranks=(2, 1), donors={0: 0}, planned=True)
+    source, peer, target = running(0), running(1), WorkerMachine(2)
+    target.shard = "a"
+    source.step(PlanAnnounced(generation=plan))
+    source.step(PlanDue(number=1, step=0))
+    votes = []
+    for machine in (source, peer):
+        machine.step(GradientsCompleted())
+        machine.step(GatePassed(pending=1))
+        machine.step(BlockEnded())
+    peer.step(PlanAnnounced(generation=plan))
+    target.step(StateAdopted(step=source.step_count, lineage=source.lineage))
+    assert target.step(PlanAnnounced(generation=plan)) == [Connect(generation=plan)]
+    votes = [vote_of(machine) for machine in (target, source, peer)]
+    counted = VotesCounted(generation=1, votes=tuple(votes))
+    assert target.step(counted) == peer.step(counted) == [RedoStep()]
+    assert source.step(counted) == [] and source.phase is WorkerPhase.DONOR
+
+
+def test_adopted_state_that_is_written_over_does_not_count() -> None:
+    target = WorkerMachine(2)
+    target.shard = "a"
+    target.step(StateAdopted(step=3, lineage=Lineage("x", 3)))
+    target.step(CopyStarted())
+    target.step(Interrupted(generation=SECOND))
+    assert vote_of(target).step is None
 
 
 def test_a_rank_that_learns_of_a_plan_only_from_the_gate_waits_for_its_map() -> None:
