@@ -34,7 +34,17 @@ from keepstep.agent.suspects import Suspects
 from keepstep.agent.vitals import Vitals
 from keepstep.agent.witness import Witness
 from keepstep.agent.workers import Worker, Workers
-from keepstep.core.actions import Announce, CheckSpare, KillWorker, Probe, Release, StandBy, StartWorker
+from keepstep.core.actions import (
+    Announce,
+    CheckSpare,
+    KillWorker,
+    Lend,
+    Prepare,
+    Probe,
+    Release,
+    StandBy,
+    StartWorker,
+)
 from keepstep.core.agent import Suspicion
 from keepstep.core.events import Event, UsageRefused, WorkerExited
 from keepstep.core.job_state import say_status
@@ -242,7 +252,7 @@ class Agent:
                 self._succession.remember()
                 self._shown.hide(action.worker)
                 self._workers.tell(action.worker, action)
-            case CheckSpare():
+            case CheckSpare() | Lend() | Prepare():
                 self._workers.tell(action.worker, action)
             case Announce() | AnnounceChange():
                 self._announce(self._announcements.whole(action))

@@ -30,6 +30,7 @@ from keepstep.core.events import (
     WorkerParked,
     WorkerSuspected,
 )
+from keepstep.core.move_events import LendReady, MoveReady
 from keepstep.errors import WireError
 from keepstep.wire.messages import Fetch, Hello, JobSpec, JournalKept, Welcome
 
@@ -41,6 +42,8 @@ _FORWARDED = (
     FingerprintTaken,
     KeeperMissed,
     KeeperRegained,
+    LendReady,
+    MoveReady,
     StateDescribed,
     SelfCheckFailed,
     SelfCheckPassed,

@@ -1,9 +1,10 @@
-"""Where `status` and `incidents` read: the running job's API, else its ledger. The answers look the same."""
+"""Where commands read: the running job's API, else its ledger (the answers look the same); and what they ask of it."""
 
 from __future__ import annotations
 
 import http.client
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,22 +50,42 @@ def ask(address: Address, path: str) -> Any:
 
 def fetch(address: Address, path: str, limit: int, timeout_s: float = ASK_TIMEOUT_S) -> bytes:
     """GET from the controller, at most `limit` bytes as they come. Raises NoAnswer."""
+    status, data = _exchange(address, "GET", path, None, limit, timeout_s)
+    if status != 200:
+        raise NoAnswer(f"the controller at {address.url} refuses: {_refusal(data) or status}")
+    return data
+
+
+def request(run: RunDirectory, path: str, body: Mapping[str, Any]) -> None:
+    """POST to the running job's controller. Raises UsageError with its reason when it says no, and NoAnswer."""
+    address = run.address()
+    if address is None:
+        raise UsageError(f"the job of {run.path} is not running: there is nothing to be asked of it")
+    data = json.dumps(body).encode()
+    status, answer = _exchange(address, "POST", path, data, MAX_ANSWER_BYTES, ASK_TIMEOUT_S)
+    if status not in (200, 202):
+        raise UsageError(
+            _refusal(answer) or f"the controller at {address.url} answers with HTTP status {status}"
+        )
+
+
+def _exchange(
+    address: Address, method: str, path: str, body: bytes | None, limit: int, timeout_s: float
+) -> tuple[int, bytes]:
+    """One question to the controller. Raises NoAnswer."""
     endpoint, _ = parse_join(address.url)
     try:
         connection = connection_to(endpoint, address.tls, timeout_s)
     except UsageError as error:
         raise NoAnswer(str(error)) from None
     try:
-        connection.request("GET", path, headers={"Authorization": f"Bearer {address.token}"})
+        connection.request(method, path, body, headers={"Authorization": f"Bearer {address.token}"})
         answer = connection.getresponse()
-        data = answer.read(limit)
+        return answer.status, answer.read(limit)
     except (OSError, http.client.HTTPException) as error:
         raise NoAnswer(f"the controller at {address.url} does not answer: {error}") from None
     finally:
         connection.close()
-    if answer.status != 200:
-        raise NoAnswer(f"the controller at {address.url} refuses: {_refusal(data) or answer.status}")
-    return data
 
 
 def _refusal(data: bytes) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from keepstep.core import events as evt
+from keepstep.core.move_events import LendReady, MoveReady
 from keepstep.core.actions import Announce
 from keepstep.errors import WireError
 from keepstep.wire.codec import decode, encode
@@ -52,6 +53,8 @@ AGENT_EVENTS = (
     evt.NodeProgressed,
     evt.KeeperMissed,
     evt.KeeperRegained,
+    LendReady,
+    MoveReady,
     evt.VerdictReached,
     evt.StateReceived,
     evt.Resumed,

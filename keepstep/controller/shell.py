@@ -32,6 +32,7 @@ from keepstep.controller.standstill import Standstill
 from keepstep.controller.view import live_status
 from keepstep.core import actions as act
 from keepstep.core import events as evt
+from keepstep.core.move_events import DrainRequested, MoveRequested, UndrainRequested
 from keepstep.core.silence import DEFAULT_TIMEOUT_S
 from keepstep.wire.messages import AgentHello, Answer, JobSpec
 
@@ -52,6 +53,8 @@ class Machine(Protocol):
     def snapshot(self) -> dict[str, Any]: ...
 
     def replicas(self) -> dict[str, Any]: ...
+
+    def refusal(self, event: MoveRequested | DrainRequested | UndrainRequested) -> str | None: ...
 
 
 class Controller:
@@ -147,6 +150,13 @@ class Controller:
         if self._end is not None:
             return
         self._put(evt.StopRequested(signal=signal_name, hard=hard))
+
+    def request(self, event: MoveRequested | DrainRequested | UndrainRequested) -> str | None:
+        """What people ask for. The reason, in one line, when it cannot be done."""
+        refusal = self._machine.refusal(event)
+        if refusal is None:
+            self._put(event)
+        return refusal
 
     def lose_agent(self, node: str, reason: str) -> None:
         """An embedded agent is known to have ended: no sense in waiting for its return."""
@@ -267,7 +277,7 @@ class Controller:
             case act.MeasureLink():
                 self._measurements.add(task := asyncio.create_task(self._measure(action)))
                 task.add_done_callback(self._measurements.discard)
-            case act.StandBy() | act.KillWorker() | act.CheckSpare():
+            case act.StandBy() | act.KillWorker() | act.CheckSpare() | act.Lend() | act.Prepare():
                 self._send(self._places.get(action.worker, ("", -1))[0], action)
             case act.Announce():
                 self._admission.told(action)

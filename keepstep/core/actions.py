@@ -49,6 +49,27 @@ class CheckSpare:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Lend:
+    """Tell a rank's player to let worker `target` copy its state, step by step; it answers with `LendReady`."""
+
+    worker: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepare:
+    """Tell a parked worker to build as `rank`, in its sandbox, and to copy the state of worker `source`.
+
+    `address`: where that is offered. It answers with `MoveReady`.
+    """
+
+    worker: int
+    rank: int
+    source: int
+    address: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MeasureLink:
     """Measure how fast `node` reaches `to`; nothing waits for the answer (`LinkMeasured`)."""
 
@@ -61,13 +82,15 @@ class Announce:
     """Tell every member of this generation (and the fenced) the new map. Each answers by voting.
 
     `peers`: node -> where its agent listens for other nodes. `keepers`: node -> the node whose agent keeps
-    the records of its members; a node without one has none (the only node of a job).
+    the records of its members; a node without one has none (the only node of a job). `ahead`: nobody enters
+    it before the gate says so (a planned switch).
     """
 
     generation: Generation
     reason: str
     peers: Mapping[str, str] = field(default_factory=dict)
     keepers: Mapping[str, str] = field(default_factory=dict)
+    ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +149,8 @@ Action = (
     | StartWorker
     | StandBy
     | CheckSpare
+    | Lend
+    | Prepare
     | MeasureLink
     | Announce
     | Probe

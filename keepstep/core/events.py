@@ -9,6 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from keepstep.core.move_events import (
+    DrainRequested,
+    LendReady,
+    MoveReady,
+    MoveRequested,
+    UndrainRequested,
+)
 from keepstep.core.types import StatePart
 
 
@@ -350,6 +357,11 @@ Event = (
     | ScriptFailed
     | UsageRefused
     | WorkerFinished
+    | MoveRequested
+    | DrainRequested
+    | UndrainRequested
+    | LendReady
+    | MoveReady
     | PersistFailed
     | StopRequested
     | Ticked

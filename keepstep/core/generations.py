@@ -59,11 +59,11 @@ def succeeding_generation(
     return Generation(number=newest.number + 1, ranks=tuple(ranks), donors=donors, store=store)
 
 
-def planned_generation(newest: Generation, rank: int, target: int, store: str) -> Generation:
-    """`target` takes over `rank`; its player stays a member, as a donor, until the target is ready."""
-    source = newest.ranks[rank]
-    ranks = (*newest.ranks[:rank], target, *newest.ranks[rank + 1 :])
-    return Generation(number=newest.number + 1, ranks=ranks, donors={source: rank}, planned=True, store=store)
+def planned_generation(newest: Generation, targets: Mapping[int, int], store: str) -> Generation:
+    """`targets`: rank -> who takes it over; its player stays a member, as a donor, until the target is ready."""
+    ranks = tuple(targets.get(rank, worker) for rank, worker in enumerate(newest.ranks))
+    donors = {newest.ranks[rank]: rank for rank in sorted(targets)}
+    return Generation(number=newest.number + 1, ranks=ranks, donors=donors, planned=True, store=store)
 
 
 def generation_to_body(generation: Generation) -> dict[str, Any]:

@@ -12,10 +12,11 @@ from typing import Any
 from keepstep.core.events import StateReceived, VerdictReached
 from keepstep.core.types import Course, Generation
 
-CAUSES = ("death", "suspicion", "hardware", "node", "complaint")
+CAUSES = ("death", "suspicion", "hardware", "node", "complaint", "migration")
 KEPT_MEMBERS = 16  # members whose own times are kept: the slowest
 RESOLUTIONS = (
     "rebuilt",
+    "moved",
     "same_map",
     "restarted_in_setup",
     "rollback",
@@ -76,8 +77,9 @@ class Incident:
         self.announced_s = now_s
         self.connect_s = self.vote_s = self.transfer_s = 0.0
         self.members.clear()
-        if not self.resolution or self.resolution == "same_map":
-            self.resolution = "rebuilt" if self.victims else "same_map"
+        if self.resolution in ("", "same_map", "moved"):
+            calm = "moved" if self.cause == "migration" and generation.donors else "same_map"
+            self.resolution = "rebuilt" if self.victims else calm
 
     def learn_verdict(self, event: VerdictReached) -> None:
         self.connect_s = max(self.connect_s, event.connect_s)

@@ -50,6 +50,17 @@ from keepstep.core.job_state import Ending, JobState, say_status
 from keepstep.core.keeping import keeper_missed, keeper_regained
 from keepstep.core.losses import USAGE_EXIT_CODE, member_lost, process_lost
 from keepstep.core.membership import Standing, Worker
+from keepstep.core.move_events import DrainRequested, LendReady, MoveReady, MoveRequested, UndrainRequested
+from keepstep.core.moves import (
+    drain_refusal,
+    drain_requested,
+    lend_ready,
+    move_ready,
+    move_refusal,
+    move_requested,
+    undrain_refusal,
+    undrain_requested,
+)
 from keepstep.core.node_watch import (
     agent_disconnected,
     agent_heard,
@@ -173,6 +184,16 @@ class JobMachine:
                 self._usage_refused(event, now_s)
             case WorkerFinished():
                 self._worker_finished(event, now_s)
+            case MoveRequested():
+                move_requested(state, event, now_s)
+            case DrainRequested():
+                drain_requested(state, event, now_s)
+            case UndrainRequested():
+                undrain_requested(state, event)
+            case LendReady():
+                lend_ready(state, event)
+            case MoveReady():
+                move_ready(state, event, now_s)
             case PersistFailed():
                 self._persist_failed(event)
             case StopRequested():
@@ -187,6 +208,16 @@ class JobMachine:
     def snapshot(self) -> dict[str, Any]:
         """What `status` shows, as JSON takes it."""
         return snapshot(self.state)
+
+    def refusal(self, event: MoveRequested | DrainRequested | UndrainRequested) -> str | None:
+        """Why a request cannot be met, for whoever asked; None when it can."""
+        match event:
+            case MoveRequested():
+                return move_refusal(self.state, event.rank, event.to)
+            case DrainRequested():
+                return drain_refusal(self.state, event.node)
+            case UndrainRequested():
+                return undrain_refusal(self.state, event.node)
 
     def replicas(self) -> dict[str, Any]:
         """What `replicas` shows: whose state has how many live twins, and where."""

@@ -26,6 +26,8 @@ class JobConfig:
     spares could take their place; `suspect_hold_s`: how long a complaint waits for a suspect node's case;
     `probe_timeout_s`: how long another node may try to reach it (`probe_slack_s`: and answer).
 
+    `switch_timeout_s`: how long a planned switch may wait for its step; then all enter it at once.
+
     Spares: `spare_check_s`: how often a parked one proves itself (0: only before it parks);
     `spare_check_timeout_s`: how long it may take. `least_link_bytes_per_s`: below it a spare's node is too slow.
     """
@@ -61,6 +63,7 @@ class JobConfig:
     suspect_hold_s: float = 0.8
     probe_timeout_s: float = 0.3
     probe_slack_s: float = 0.2
+    switch_timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
         at_least = {
@@ -93,6 +96,7 @@ class JobConfig:
             "suspect_hold_s",
             "probe_timeout_s",
             "probe_slack_s",
+            "switch_timeout_s",
             "spare_check_s",
             "spare_check_timeout_s",
         ):

@@ -28,6 +28,7 @@ from keepstep.core.generations import generation_to_body
 from keepstep.core.incident import Incident, Victim
 from keepstep.core.job_config import JobConfig
 from keepstep.core.membership import Membership, Standing, Worker
+from keepstep.core.move_facts import Moves
 from keepstep.core.node_facts import Link, NodeFacts, natural
 from keepstep.core.replicas import ReplicaBook
 from keepstep.core.types import Generation
@@ -131,6 +132,7 @@ class JobState:
     unkept: dict[int, str] = field(default_factory=dict)  # worker -> why its records are not held elsewhere
     self_checks: dict[int, dict[str, str]] = field(default_factory=dict)  # worker -> check that fails -> why
     twins_differ: str = ""
+    moves: Moves = field(default_factory=Moves)
     observed: dict[int, int] = field(default_factory=dict)  # suspect -> its step when it was told (observe)
 
     def __post_init__(self) -> None:
@@ -153,9 +155,14 @@ class JobState:
         if self._map[0] is not newest:
             found = {} if newest is None else {worker: rank for rank, worker in enumerate(newest.ranks)}
             if newest is not None:
-                found.update(newest.donors)
+                retired = self.moves.retired
+                found.update({donor: rank for donor, rank in newest.donors.items() if donor not in retired})
             self._map = (newest, found)
         return self._map[1]
+
+    def forget_places(self) -> None:
+        """A donor has retired: it is a member no more, though the map names it."""
+        self._map, self._gone = (None, {}), (None, [])
 
     def gone(self) -> list[int]:
         """Members of the newest generation that are dead or on their way out."""
@@ -172,10 +179,11 @@ class JobState:
 
     def spares(self) -> list[Worker]:
         """Parked workers that may be given a rank, the best first. Once a member is never a spare again."""
-        key = (self.members.version, len(self.generations), frozenset(self.suspected))
+        avoided = self.suspected | self.moves.draining.keys()
+        key = (self.members.version, len(self.generations), frozenset(avoided))
         if self._spares[0] != key:
             parked = self.members.spares(self.ever)
-            self._spares = (key, [spare for spare in parked if spare.node not in self.suspected])
+            self._spares = (key, [spare for spare in parked if spare.node not in avoided])
         return self._spares[1]
 
     def suspects(self) -> list[NodeFacts]:
@@ -183,9 +191,9 @@ class JobState:
         return [self.nodes[name] for name in sorted(self.suspected)]
 
     def free_slots(self) -> list[tuple[str, int]]:
-        """Where a worker can be started now: not on a node that may not hear of it."""
-        free = self.members.free_slots()
-        return [slot for slot in free if slot[0] not in self.suspected] if self.suspected else free
+        """Where a worker can be started now: not on a node that may not hear of it, or is being drained."""
+        free, avoided = self.members.free_slots(), self.suspected | self.moves.draining.keys()
+        return [slot for slot in free if slot[0] not in avoided] if avoided else free
 
     def link(self, node: NodeFacts, link: Link) -> None:
         """How the controller stands with a node's agent from now on."""
@@ -224,7 +232,8 @@ class JobState:
         return [] if shard is None else [one for one in self._twins[1][shard] if one != rank]
 
     def current_members(self) -> tuple[int, ...]:
-        return self.newest.members if self.newest is not None else ()
+        members = self.newest.members if self.newest is not None else ()
+        return tuple(number for number in members if number not in self.moves.retired)
 
     def name(self, worker: int) -> str:
         """How the human reads of a worker: "rank 2: worker 7" or "spare worker 9"."""
@@ -248,11 +257,13 @@ class JobState:
     def persist(self, kind: str, body: Mapping[str, Any]) -> None:
         self.actions.append(Persist(kind=kind, body=body))
 
-    def start_worker(self, node: str, slot: int, reason: str) -> None:
+    def start_worker(self, node: str, slot: int, reason: str) -> int:
+        """Returns the new worker's number."""
         worker = self.members.start(node, slot)
         # Written down first, so that a number is never given twice, whoever forgets.
         self.persist("note", {"about": "worker", "worker": worker.number, "node": node, "slot": slot})
         self.actions.append(StartWorker(worker=worker.number, node=node, slot=slot, reason=reason))
+        return worker.number
 
     def kill(self, number: int, reason: str, grace_s: float = 0.0) -> None:
         worker = self.members.workers[number]
@@ -277,6 +288,7 @@ class JobState:
     def append(self, generation: Generation, reason: str, now_s: float) -> None:
         """Write the generation down; only then tell everybody."""
         before = self.newest
+        self.moves.pending = self.moves.pending and generation.planned
         self.generations.append(generation)
         self.ever.update(generation.members)
         self.persist("generation", {**generation_to_body(generation), "reason": reason})
@@ -314,6 +326,7 @@ class JobState:
                 reason=reason,
                 peers=placement.peers(self),
                 keepers=placement.keepers(self),
+                ahead=self.moves.pending,
             )
         )
 

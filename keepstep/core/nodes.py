@@ -6,6 +6,7 @@ from keepstep.core.events import AgentJoined
 from keepstep.core.job_state import Complaint, JobState, say_status
 from keepstep.core.losses import process_lost
 from keepstep.core.membership import Standing, Worker
+from keepstep.core.moves import forget_copies
 from keepstep.core.node_facts import Link, NodeFacts
 from keepstep.core.waiting import refill_later
 
@@ -35,6 +36,7 @@ def agent_joined(state: JobState, event: AgentJoined, now_s: float) -> None:
 
 def _tell_again(state: JobState, node: str) -> None:
     """What was said while the agent could not hear, said again; a new one has yet to hear who is where."""
+    forget_copies(state, node)
     playing = set(state.current_members())
     for worker in state.members.of_node(node):
         fenced = worker.standing is Standing.PLAYING and (worker.number not in playing or state.restarting)

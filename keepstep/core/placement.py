@@ -31,6 +31,7 @@ def heirs(state: JobState, vacant: Sequence[int], spares: Sequence[Worker]) -> l
         else {}
     )
     chosen = []
+    claimed = state.moves.targets()
     for rank in vacant:
         dead = [lost[rank]] if rank in lost else []
         twins = state.twins_of(rank)
@@ -39,6 +40,8 @@ def heirs(state: JobState, vacant: Sequence[int], spares: Sequence[Worker]) -> l
         best = min(
             left,
             key=lambda spare: (
+                claimed.get(spare.number) != rank,  # it is built as this very rank already
+                spare.number in claimed,
                 spare.readiness != "hot",
                 _nearness(state, spare.node, dead),
                 _nearness(state, spare.node, near),
@@ -47,6 +50,22 @@ def heirs(state: JobState, vacant: Sequence[int], spares: Sequence[Worker]) -> l
         left.remove(best)
         chosen.append(best.number)
     return chosen
+
+
+def target_for(state: JobState, rank: int, spares: Sequence[Worker]) -> Worker:
+    """The spare that a living rank moves to: hot before warm, then away from its node, then from its twins."""
+    twins = state.twins_of(rank)
+    near = [node for twin in twins[:MOST_TWINS] if (node := state.node_of_rank(twin))]
+    own = [state.node_of_rank(rank)]
+    return min(
+        spares,
+        key=lambda spare: (
+            spare.readiness != "hot",
+            _nearness(state, spare.node, own),
+            _nearness(state, spare.node, near),
+            spare.number,
+        ),
+    )
 
 
 def moved_along(state: JobState, gone: Sequence[int]) -> list[int]:

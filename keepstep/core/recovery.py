@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from keepstep.core.ending import everybody_left, pursue_end, pursue_finish
 from keepstep.core.generations import succeeding_generation, vacant_ranks
 from keepstep.core.job_state import JobState
+from keepstep.core.moves import move_marks, pursue_moves
 from keepstep.core.node_watch import explains_complaint, watch_marks
 from keepstep.core.observing import observe
 from keepstep.core.placement import heirs, moved_along
@@ -41,6 +42,7 @@ def pursue(state: JobState, now_s: float) -> None:
             _answer_complaint(state, now_s)
     else:
         pursue_checks(state, now_s)
+        pursue_moves(state, now_s)
         _refill(state, now_s)
 
 
@@ -64,7 +66,11 @@ def next_deadline_s(state: JobState, now_s: float) -> float | None:
     elif state.complaint is not None:
         marks = [None if explains_complaint(state, now_s) else state.complaint.until_s]
     else:
-        marks = [state.refill_at_s if state.incident is None else None, *check_marks(state)]
+        marks = [
+            state.refill_at_s if state.incident is None else None,
+            *check_marks(state),
+            *move_marks(state),
+        ]
     marks += watch_marks(state, now_s) if state.suspected else []
     due = [mark for mark in (*marks, state.absent_until_s) if mark is not None]
     return max(now_s, min(due)) if due else None
@@ -100,14 +106,16 @@ def _replace(state: JobState, gone: Sequence[int], now_s: float) -> None:
         return
     comrades = moved_along(state, gone) if state.config.replace_unit == "node" else []
     gone = [*gone, *comrades]
-    vacant = vacant_ranks(newest, gone)
+    vacant = vacant_ranks(newest, gone, state.moves.retired)
     spares = state.spares()
     if len(spares) < len(vacant):
         _want_workers(state, vacant, len(vacant) - len(spares), now_s)
         return
     chosen = heirs(state, vacant, spares)
     staying = [number for number in newest.members if number not in gone] + chosen
-    generation = succeeding_generation(newest, gone, chosen, state.store_node(staying))
+    generation = succeeding_generation(
+        newest, gone, chosen, state.store_node(staying), tuple(state.moves.retired)
+    )
     state.append(generation, _explain(state, newest, generation), now_s)
     for number in comrades:
         state.kill(number, f"all ranks of {state.members.workers[number].node} have moved together")
@@ -181,7 +189,9 @@ def _answer_complaint(state: JobState, now_s: float) -> None:
     elif state.same_map_streak > state.config.same_map_limit:
         state.end(1, f"{reason}; {state.same_map_streak - 1} generations in a row came to nothing", now_s)
     else:
-        generation = succeeding_generation(newest, (), (), state.store_node(newest.members))
+        generation = succeeding_generation(
+            newest, (), (), state.store_node(newest.members), tuple(state.moves.retired)
+        )
         state.append(generation, f"{reason}; same map, connected anew", now_s)
 
 

@@ -10,6 +10,7 @@ from keepstep.core.events import (
     VerdictReached,
 )
 from keepstep.core.job_state import Complaint, JobState
+from keepstep.core.moves import enter_now, retire_donors
 from keepstep.core.replica_rules import say_replicas
 from keepstep.core.waiting import refill_later
 from keepstep.core.world import restart_world
@@ -41,6 +42,9 @@ def complained(state: JobState, event: Complained, now_s: float) -> None:
     if state.finishing:
         state.release((event.worker,))
         return
+    if state.moves.pending and event.generation == state.newest.number - 1:
+        # The switch cannot come through the gate any more: what failed is mended by entering it now.
+        enter_now(state, f"{state.name(event.worker)} reports: {event.reason}")
     if event.generation != state.newest.number:
         return
     learn_published(state, event.worker, event.published)
@@ -60,6 +64,12 @@ def progressed(state: JobState, published: int, steps: Mapping[int, int]) -> Non
 def verdict_reached(state: JobState, event: VerdictReached, now_s: float) -> None:
     if not counts(state, event.worker, event.generation):
         return
+    if state.moves.pending:
+        enter_now(state, f"{state.name(event.worker)} has entered generation {event.generation}")
+        if state.incident is not None:
+            state.incident.announced_s = (
+                now_s - event.connect_s - event.vote_s
+            )  # until then it waited for its step
     if event.target is None:
         state.say(f"generation {event.generation}: {event.reason}", "error")
         incident = state.open_incident("complaint", event.reason, now_s, None, None)
@@ -87,17 +97,20 @@ def resumed(state: JobState, event: Resumed, now_s: float) -> None:
     state.start_failures = 0
     if state.incident is not None:
         state.incident.learn_resumed(event.worker, state.rank_of(event.worker), now_s)
-    if state.incident is None or len(state.resumed) < len(state.newest.ranks):
+    if len(state.resumed) < len(state.newest.ranks):
         return  # the usual case, as often as there are ranks
     if not state.resumed.issuperset(state.newest.ranks) or state.gone():
         return
     incident = state.close_incident(now_s)
-    assert incident is not None
+    if incident is None:  # an earlier controller's
+        retire_donors(state)
+        return
     total_s = incident.total_s() or 0.0
     state.say(
         f"incident {incident.number} is over ({incident.resolution}) after {total_s:.3f} s: training goes on "
         f"at step {event.step}; committed steps lost {incident.steps_lost}, "
         f"steps computed again {incident.steps_recomputed}"
     )
+    retire_donors(state)
     say_replicas(state)
     refill_later(state, now_s)

@@ -12,6 +12,7 @@ from keepstep.core.actions import EndJob, Persist
 from keepstep.core.generations import generation_from_body
 from keepstep.core.job_state import JobState
 from keepstep.core.membership import Standing, Worker
+from keepstep.core.move_facts import Move, Stage
 from keepstep.core.node_facts import UNDATED, Link, NodeFacts
 from keepstep.core.replicas import ReplicaBook
 
@@ -86,6 +87,15 @@ def _note(state: JobState, body: Mapping[str, Any]) -> None:
         case "restart":
             state.restarts += 1
             state.restarting, state.setup_over = True, False
+        case "drain":
+            state.moves.draining[str(body["node"])] = str(body["reason"])
+        case "undrain":
+            state.moves.draining.pop(str(body["node"]), None)
+        case "move":
+            _move(state, body)
+        case "retired":
+            state.moves.retired.add(int(body["worker"]))
+            state.forget_places()
         case "self_check":
             failing = state.self_checks.setdefault(int(body["worker"]), {})
             failing[str(body["check"])] = str(body["reason"])
@@ -104,3 +114,20 @@ def _note(state: JobState, body: Mapping[str, Any]) -> None:
             state.replicas = ReplicaBook.load(body)
         case "setup_over":
             state.setup_over, state.published = True, state.config.setup_steps
+
+
+def _move(state: JobState, body: Mapping[str, Any]) -> None:
+    """A move that was asked for and not ended begins anew: what its target had copied is not counted on."""
+    rank = int(body["rank"])
+    if body["stage"] != Stage.ASKED.value:
+        state.moves.by_rank.pop(rank, None)
+        return
+    state.moves.by_rank[rank] = Move(
+        rank=rank,
+        source=int(body["source"]),
+        reason=str(body["reason"]),
+        by=str(body["by"]),
+        unit=str(body["unit"]),
+        to=str(body["to"]),
+        asked_s=UNDATED,
+    )

@@ -12,7 +12,7 @@ from keepstep.core.protection import protection
 
 
 def job_phase(state: JobState) -> str:
-    """One word: setup, running, recovering, waiting, finished or failed."""
+    """One word: setup, running, migrating, recovering, waiting, finished or failed."""
     if state.over is not None:
         return "finished" if state.over.exit_code == 0 else "failed"
     if state.finishing:
@@ -20,7 +20,8 @@ def job_phase(state: JobState) -> str:
     if state.waiting is not None and state.waiting.until_s is not None:
         return "waiting"
     if state.incident is not None:
-        return "recovering"
+        moving = state.incident.cause == "migration" and not state.incident.victims
+        return "migrating" if moving else "recovering"
     return "running" if state.setup_over else "setup"
 
 
@@ -56,6 +57,8 @@ def snapshot(state: JobState) -> dict[str, Any]:
             "since_s": state.waiting.since_s,
             "until_s": state.waiting.until_s,
         },
+        "moves": [move.body() for _, move in sorted(state.moves.by_rank.items())],
+        "draining": dict(state.moves.draining),
         "exit_code": state.over.exit_code if state.over else None,
         "reason": state.over.reason if state.over else "",
         "ledger_lost": state.ledger_lost,

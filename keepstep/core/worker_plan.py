@@ -34,6 +34,11 @@ class PlannedSwitch:
         self._plan: Generation | None = None  # announced ahead
         self._due: int | None = None  # the step in which a source puts the plan into the gate, or ANY_STEP
 
+    @property
+    def planned(self) -> Generation | None:
+        """The planned generation that was announced ahead and not entered yet."""
+        return self._plan
+
     def _hear_plan(self, event: PlanAnnounced) -> list[WorkerAction]:
         plan = event.generation
         if self.generation is None and self.next_generation is None:

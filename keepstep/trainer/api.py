@@ -13,7 +13,7 @@ from keepstep.core.events import WorkerParked
 from keepstep.core.types import Generation
 from keepstep.core.worker_events import Connect, Connected
 from keepstep.errors import ProtectionError, StepInterrupted, UsageError
-from keepstep.trainer import plain
+from keepstep.trainer import niceness, plain
 from keepstep.trainer.data import Cursor
 from keepstep.trainer.elastic import BACKEND_NAME, Place, register
 from keepstep.trainer.ends import Ends
@@ -98,6 +98,9 @@ def _rank_in(session: Session, generation: Generation) -> int:
 
 
 def _rehearsal_rank(session: Session) -> int:
+    if session.prepare is not None:
+        niceness.step_back()
+        return session.prepare.rank
     assert session.standby is not None
     return session.standby.rehearse_rank
 

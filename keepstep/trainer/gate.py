@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from keepstep.core.types import Attempt
 from keepstep.core.worker_events import ApplyUpdate, EnterGate, GatePassed, GradientsCompleted
 from keepstep.errors import UsageError
 from keepstep.trainer.elastic import Place
@@ -131,18 +130,24 @@ class Gate:
             self._pass(session.closed_gates if closed_gates is None else closed_gates)
             if session.generation_number == generation:  # else it was a recovery
                 session.page.count_gate(time.monotonic_ns() - began_ns)
+        else:
+            self._loop.rehearsal.at_gate()
         self.passed = True
 
     def _pass(self, closed_gates: int) -> None:
         session, loop = self._session, self._loop
         if session.groups.finish_outstanding():
             loop.before_gate(closed_gates)
+            if session.lender.active:
+                session.lender.tell_due()
             actions = session.tell(GradientsCompleted())
             entry = next((action for action in actions if isinstance(action, EnterGate)), None)
             if entry is not None and (passed := self._reduce(entry.pending)) is not None:
                 actions = session.tell(GatePassed(pending=passed))
                 if any(isinstance(action, ApplyUpdate) for action in actions):
                     loop.exchange.withdraw()
+                    if session.lender.active:
+                        session.lender.after_gate(passed, loop)
                     session.groups.settle(place=Place.AFTER_GATE)
                     session.faults.at("after_gate")
                     session.page.enter(Phase.UPDATE)
@@ -175,10 +180,3 @@ class Gate:
                 raise  # recovery is for protected jobs
             return None
         return None if groups.poisoned else int(self._value[0])
-
-
-def next_lineage(session: Session) -> tuple[int, str]:
-    """Step count and lineage digest once the attempt that is about to enter the gate is applied."""
-    machine = session.machine
-    attempt = Attempt(session.generation_number, machine.step_count)
-    return machine.step_count + 1, machine.lineage.extend(attempt).digest

@@ -13,24 +13,24 @@ from collections.abc import Callable
 from typing import Any
 
 from keepstep.core.events import Resumed
-from keepstep.core.worker_events import BlockEnded
+from keepstep.core.worker_events import BlockEnded, ServeState
 from keepstep.errors import StepInterrupted, UsageError
 from keepstep.trainer import blame, rng
 from keepstep.trainer.adapters.batches import clone, mutated, snapshot_versions
 from keepstep.trainer.data import Cursor
 from keepstep.trainer.description import FINGERPRINT_STEP, describe_state
 from keepstep.trainer.elastic import Place
-from keepstep.trainer.gate import Gate, next_lineage
+from keepstep.trainer.gate import Gate
 from keepstep.trainer.proof import Proof
 from keepstep.trainer.record import Recorder
 from keepstep.trainer.recovery import Outcome, Recovery
+from keepstep.trainer.rehearsal import Rehearsal
 from keepstep.trainer.reports import Reports
 from keepstep.trainer.session import Released, Session
 from keepstep.trainer.state import StateExchange, drop_gradients
 from keepstep.trainer.step import Step
 from keepstep.wire.page import Phase
 
-REHEARSED_STEPS = 2  # DDP broadcasts its bucket order in the second iteration: one is not enough
 ALL_CLOSED = 1 << 30  # somebody passed every gate there is
 
 LATE_CHANGE = (
@@ -58,7 +58,7 @@ class Loop:
         *,
         cursor: Cursor | None,
         until: int | None,
-        become_rank: Callable[[Cursor | None], None],
+        become_rank: Callable[[Cursor | None], bool],
         take_over: Callable[[], None],
     ) -> None:
         self.session = session
@@ -67,13 +67,15 @@ class Loop:
         self.recorder = Recorder(session.page, session.protected, limit, session.checks)
         self.recorder.on_record = session.keeper.send
         self.exchange = StateExchange(session)
-        self.recovery = Recovery(session, lambda action: self.exchange.receive(action, self))
+        self.recovery = Recovery(
+            session, lambda action: self.exchange.receive(action, self), self._serve_standing
+        )
         self.gate = Gate(session, self)
+        self.rehearsal = Rehearsal(self, cursor, become_rank)
         self.proof = Proof(session, reports)
         self.in_block = False
         self._cursor = cursor
         self._until = until
-        self._become_rank = become_rank
         self._take_over = take_over
         self._took_over = False
         self._served: list[Served] = []  # since the last commit
@@ -81,7 +83,6 @@ class Loop:
         self._start_cursor: dict[str, Any] | None = None
         self._rewind_due = False
         self._clones_batches = False
-        self._rehearsed = 0
         self._micro = 0
         self._batches = 0
         self._committed_s = 0.0
@@ -99,9 +100,11 @@ class Loop:
         if self.in_block:
             raise UsageError("the loop goes on inside `with step:`: leave the block before the next step.")
         if session.rehearsing:
-            rehearsal = self._rehearse()
-            if rehearsal is not None:
-                return rehearsal
+            rehearsed = self.rehearsal.next_step()
+            if rehearsed is not None:
+                return rehearsed
+            self._micro = 0
+            self._took_over = True
         while True:
             session.page.enter(Phase.BETWEEN)
             self._turn()
@@ -165,6 +168,8 @@ class Loop:
         session, machine = self.session, self.session.machine
         cursor = self._start_cursor = self._cursor.state() if self._cursor is not None else None
         self._offer(cursor)
+        if session.lender.active:
+            session.lender.lend(cursor, session.closed_gates)
         session.faults.at("between")
         self.recorder.write_start(machine.step_count, machine.lineage.digest, cursor, session.closed_gates)
         if machine.step_count >= FINGERPRINT_STEP and not self._described:
@@ -174,6 +179,11 @@ class Loop:
             self._warned_late = True
             session.say(LATE_CHANGE)
         self.recorder.remember(machine.step_count)
+
+    def _serve_standing(self, action: ServeState) -> None:
+        """A donor computes nothing: whoever needs its state copies it at once."""
+        cursor = self._cursor.state() if self._cursor is not None else None
+        self.exchange.offer(action, cursor, self.session.closed_gates)
 
     def _offer(self, cursor: dict[str, Any] | None) -> None:
         session = self.session
@@ -215,9 +225,8 @@ class Loop:
         session.faults.end_block()
         if session.rehearsing:
             if error is None and self.gate.passed:
-                self._rehearsed += 1
-                self._micro = 0
-            return False
+                self.rehearsal.committed()
+            return isinstance(error, StepInterrupted)
         if error is not None:
             return self._unwound(error)
         if self.gate.passed:
@@ -250,19 +259,20 @@ class Loop:
     def before_gate(self, closed_gates: int) -> None:
         """All own collectives succeeded: the record leaves the process, then the rank contributes."""
         session = self.session
-        step, lineage = next_lineage(session)
+        after = session.next_lineage
         if self.in_block:
             self.recorder.check_before_gate()
         cursor = self._cursor.state() if self._cursor is not None else None
-        self.recorder.write_gate(step, lineage, cursor, closed_gates)
+        self.recorder.write_gate(after.step, after.digest, cursor, closed_gates)
         assert session.rank is not None
-        self.reports.flush(session.rank, step - 1, session.generation_number)
+        self.reports.flush(session.rank, after.step - 1, session.generation_number)
         session.keeper.await_kept()
         session.faults.at("gate")
 
     def recover(self) -> Outcome:
         """From a safe point of the user's thread to a new generation."""
         self.reports.drop()
+        self.recovery.in_step = bool(self._served)
         return self.recovery.run()
 
     def interrupt(self, outcome: Outcome) -> None:
@@ -301,29 +311,6 @@ class Loop:
         ):
             self._clones_batches = True
             self.session.say("the script changes its batches in place: it is served copies from now on")
-
-    # ---- rehearsal ------------------------------------------------------------------------------
-
-    def _rehearse(self) -> Step | None:
-        """A spare's next rehearsal step; None once it has rehearsed and plays a rank."""
-        if self._rehearsed < REHEARSED_STEPS:
-            batch = None
-            if self._cursor is not None:
-                try:
-                    batch = self._cursor.next_batch()
-                except StopIteration:
-                    self._cursor.restart()
-                    batch = self._cursor.next_batch()
-            micro = self._micro
-            self._micro += 1
-            return Step(self, number=self._rehearsed, micro=micro, index=micro, batch=batch)
-        self._micro = 0
-        if self._cursor is not None:
-            self._cursor.restart()
-        self.reports.drop()
-        self._become_rank(self._cursor)
-        self._took_over = True
-        return None
 
     # ---- the end --------------------------------------------------------------------------------
 

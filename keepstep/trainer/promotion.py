@@ -12,7 +12,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from keepstep.core.events import WorkerParked
+from keepstep.core.worker_events import CopyStarted
 from keepstep.errors import UsageError
+from keepstep.trainer import niceness
 from keepstep.trainer.adapters import resets
 from keepstep.trainer.adapters.rerank import Reranker
 from keepstep.trainer.elastic import Place
@@ -50,25 +52,36 @@ class Promotion:
         self._rehearsed_rank = rehearsed_rank
         self._on_rank_change = on_rank_change
 
-    def become_rank(self, cursor: Cursor | None) -> None:
-        """Park hot until a generation names this worker (at once when it is named), then join it."""
+    def become_rank(self, cursor: Cursor | None) -> bool:
+        """Park hot until a generation names this worker (at once when it is named), then join it.
+
+        False: it has become the rank whose living player it is to follow first.
+        """
         session = self._session
         resets.reset(session.protected.modules.values())
         reranker = Reranker(list(session.groups), session.protected.modules.values())
-        if session.announced is None:
+        if session.announced is None and session.prepare is None:
             session.page.enter(Phase.PARKED)
             session.link.send(WorkerParked(worker=session.worker, readiness="hot"))
         generation = session.await_rank(symmetric=False)
-        assert generation is not None
+        if generation is None:
+            niceness.step_back()
+            assert session.prepare is not None
+            if session.prepare.rank != self._rehearsed_rank:
+                self._change_rank(reranker, cursor, session.prepare.rank)
+            return False
+        niceness.step_forward()
         rank = generation.rank_of(session.worker)
         assert rank is not None
         if rank != self._rehearsed_rank:
             self._change_rank(reranker, cursor, rank)
+            session.tell(CopyStarted())  # state that was copied ahead is another rank's
         session.learn_shard()
         session.groups.journal = None
         session.groups.settle(solo=False, place=Place.OUTSIDE, poisoned=True)
         session.rehearsing = False
         session.join()
+        return True
 
     def _change_rank(self, reranker: Reranker, cursor: Cursor | None, rank: int) -> None:
         old = self._rehearsed_rank

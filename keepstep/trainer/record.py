@@ -104,6 +104,11 @@ class Recorder:
         return tuple(self._recorded_buffers)
 
     @property
+    def payload(self) -> bytes:
+        """The newest record."""
+        return self._payload
+
+    @property
     def written_bytes(self) -> int:
         """Size of the newest record."""
         return len(self._payload)

@@ -28,6 +28,7 @@ from keepstep.core.worker_events import (
     ReceiveState,
     RedoStep,
     SafePointReached,
+    ServeState,
     VotesCounted,
 )
 from keepstep.errors import KeepstepError, ProtectionError, UsageError
@@ -113,7 +114,8 @@ def meet(session: Session, generation: Generation) -> None:
             fabric.add_peers([(str(host), int(port)) for host, port in other["endpoints"]])
         if other["node"] == identity.node:
             pages[member] = str(other["page"])
-    if pages.keys() >= set(generation.ranks) and futex.available():
+    playing = session.worker in generation.ranks
+    if playing and pages.keys() >= set(generation.ranks) and futex.available():
         others = [pages[worker] for worker in generation.ranks if worker != session.worker]
         gate = NodeGate(generation.number, identity.page_path, others)
         with session.lock:
@@ -132,10 +134,17 @@ def connect_group(session: Session, group: Any) -> None:
 class Recovery:
     """Carries out what the machine queued until training can go on."""
 
-    def __init__(self, session: Session, receive: Callable[[ReceiveState], Copied]) -> None:
+    def __init__(
+        self,
+        session: Session,
+        receive: Callable[[ReceiveState], Copied],
+        serve: Callable[[ServeState], None],
+    ) -> None:
         self._session = session
         self._receive = receive
+        self._serve = serve
         self._connect_s = 0.0
+        self.in_step = False  # whether a step was begun that is served again now
 
     def run(self) -> Outcome:
         """Recover. Returns how the user's thread goes on; raises Released when everybody has finished."""
@@ -149,6 +158,8 @@ class Recovery:
                     self._attempt(self._connect, generation)
                 case CastVote(vote=vote):
                     self._attempt(self._vote, self._generation(), vote)
+                case ServeState():
+                    self._attempt(lambda generation, action: self._serve(action), self._generation(), action)
                 case ReceiveState():
                     if self._attempt(self._copy, self._generation(), action):
                         return Outcome.RECEIVED
@@ -186,6 +197,11 @@ class Recovery:
     def _connect(self, generation: Generation) -> None:
         session = self._session
         started_s = time.monotonic()
+        lent = generation.planned and session.worker in generation.donors
+        if lent:
+            session.lender.prove()
+        elif session.lender.active:
+            session.lender.end()
         session.groups.settle(poisoned=True)
         if session.fabric is not None:
             session.fabric.cut()
@@ -194,8 +210,9 @@ class Recovery:
         resets.reset(session.protected.modules.values())
         open_fabric(session, generation)
         meet(session, generation)
-        for group in session.groups:
-            connect_group(session, group)
+        if session.worker in generation.ranks:  # a donor only lends its state
+            for group in session.groups:
+                connect_group(session, group)
         self._connect_s = time.monotonic() - started_s
         with session.lock:
             if session.is_current(generation):
@@ -228,6 +245,7 @@ class Recovery:
                 reason=verdict.reason,
                 connect_s=self._connect_s,
                 vote_s=time.monotonic() - started_s,
+                recomputed=0 if generation.planned and not self.in_step else None,
             )
         )
 

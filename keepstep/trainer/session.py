@@ -14,9 +14,9 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from keepstep.core.actions import Announce, CheckSpare, Release, StandBy
+from keepstep.core.actions import Announce, CheckSpare, Lend, Prepare, Release, StandBy
 from keepstep.core.events import Complained
-from keepstep.core.types import Generation
+from keepstep.core.types import Attempt, Generation, Lineage
 from keepstep.core.worker import WorkerMachine, WorkerPhase
 from keepstep.core.worker_events import (
     ApplyUpdate,
@@ -27,6 +27,7 @@ from keepstep.core.worker_events import (
     EnterGate,
     Interrupted,
     Leave,
+    PlanAnnounced,
     Publish,
     ServeState,
     WorkerAction,
@@ -39,6 +40,7 @@ from keepstep.trainer.elastic import Groups, Place
 from keepstep.trainer.faults import Faults, read_check_faults
 from keepstep.trainer.gloo import GlooFabric
 from keepstep.trainer.keeper import Keeper
+from keepstep.trainer.lending import Lender
 from keepstep.trainer.link import Identity, Link
 from keepstep.trainer.node_gate import NodeGate
 from keepstep.trainer.peer import Directory
@@ -84,6 +86,9 @@ class Session:
         self.announced: Generation | None = None
         self.joined = False
         self.standby: StandBy | None = None
+        self.prepare: Prepare | None = None  # a planned move: be built as its rank, and follow its source
+        self.plan: Generation | None = None  # announced ahead, and names this spare
+        self.lender = Lender(self)
         self.released = False
         self.rehearsing = False
         self.device_type = "cpu"
@@ -151,6 +156,11 @@ class Session:
         return self.machine.step_count - self.closed_gates
 
     @property
+    def next_lineage(self) -> Lineage:
+        """The lineage once the attempt that is about to enter the gate, or has passed it, is applied."""
+        return self.machine.lineage.extend(Attempt(self.generation_number, self.machine.step_count))
+
+    @property
     def interrupted(self) -> bool:
         """Whether the gate that this worker stands at is over: its groups have failed, or are cut."""
         return self.groups.poisoned
@@ -195,6 +205,8 @@ class Session:
                 self._complain(generation, reason)
             case Leave(reason=reason):
                 self.leave(reason)
+            case ServeState() if self.machine.phase is WorkerPhase.DONOR:
+                self.todo.append(action)  # it stands still: offered at once
             case ServeState():
                 self.serving = action  # offered at the next boundary of a step
             case Connect():
@@ -260,10 +272,16 @@ class Session:
 
     def _on_message(self, message: Any) -> None:
         match message:
-            case Announce(generation=generation):
+            case Announce(generation=generation, ahead=ahead):
                 self.directory.note(message)
                 self.keeper.turn(self.directory.keeper)
-                self._hear(generation)
+                self._hear_ahead(generation) if ahead else self._hear(generation)
+            case Lend(target=target):
+                self.lender.begin(target)
+            case Prepare():
+                with self.lock:
+                    self.prepare = message
+                    self.lock.notify_all()
             case StandBy():
                 with self.lock:
                     self.standby = message
@@ -291,14 +309,28 @@ class Session:
                 return
             if self.worker in generation.members:
                 self.announced = generation
+                self.copying.set()  # what it copies ahead is of no use any more
                 self.lock.notify_all()
             elif older is not None:
                 self.leave(f"generation {generation.number} goes on without this spare")
 
-    def await_rank(self, *, symmetric: bool) -> Generation | None:
-        """Park until a generation names this worker; None: rehearse (init(symmetric=True)) meanwhile."""
+    def _hear_ahead(self, generation: Generation) -> None:
         with self.lock:
-            while self.announced is None and not (symmetric and self.standby is not None):
+            if self.joined:
+                self.tell(PlanAnnounced(generation=generation))
+            elif self.worker in generation.members:
+                self.plan = generation
+                self.lock.notify_all()
+
+    def await_rank(self, *, symmetric: bool) -> Generation | None:
+        """Park until a generation names this worker. None: rehearse meanwhile, because of init(symmetric=True)
+        or as the rank that it is to take over."""
+        with self.lock:
+            while (
+                self.announced is None
+                and self.prepare is None
+                and not (symmetric and self.standby is not None)
+            ):
                 if self.released:
                     self.leave("the job has finished", status=0)
                 self.lock.wait(1.0)

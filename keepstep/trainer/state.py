@@ -6,6 +6,7 @@ serves from another thread while it computes. What only the dead rank knew comes
 
 from __future__ import annotations
 
+import ssl
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +15,10 @@ import torch
 from keepstep.core.worker_events import CopyCompleted, CopyStarted, ReceiveState, ServeState
 from keepstep.errors import ProtectionError
 from keepstep.trainer import rng, values
+from keepstep.trainer.offers import manifest_of
 from keepstep.trainer.recovery import Copied
-from keepstep.transfer import Manifest, StateServer, TensorSpec, fetch_manifest, receive
-from keepstep.transfer.staging import Landing, outgoing
+from keepstep.transfer import Manifest, Received, StateServer, fetch_manifest, receive
+from keepstep.transfer.staging import Landing
 from keepstep.wire.tls import TlsFiles
 
 if TYPE_CHECKING:
@@ -45,31 +47,9 @@ class StateExchange:
         if self._server is None:
             tls = None if self._tls is None else self._tls.server()
             self._server = StateServer(session.link.welcome.advertise, session.identity.token, tls=tls)
-        tensors = session.protected.tensors()
-        manifest = Manifest(
-            tensors=tuple(
-                TensorSpec(
-                    name=name,
-                    dtype=str(tensor.dtype).removeprefix("torch."),
-                    shape=tuple(tensor.shape),
-                    bytes=tensor.numel() * tensor.element_size(),
-                )
-                for name, tensor in tensors.items()
-            ),
-            values=values.to_bytes(
-                {
-                    "values": session.protected.values(),
-                    "cursor": cursor,
-                    "closed": closed_gates,
-                    "rng": rng.capture(),
-                }
-            ),
-            step=session.machine.step_count,
-            lineage=lineage.digest,
-        )
+        manifest, buffers = manifest_of(session, cursor, closed_gates, lineage=lineage.digest)
         key = f"{session.generation_number}/{lineage.digest}"
         self.withdraw()
-        buffers = [outgoing(tensor, name) for name, tensor in tensors.items()]
         self._server.offer(key, manifest, buffers)
         self._offered = key
         session.store.set(f"serve/{session.worker}", self._server.address)
@@ -110,23 +90,7 @@ class StateExchange:
         manifest = fetch_manifest(first, token, key, OFFER_TIMEOUT_S, tls=tls)
         session.tell(CopyStarted())
         session.faults.at("transfer_target")
-        session.protected.ensure({spec.name: (spec.dtype, tuple(spec.shape)) for spec in manifest.tensors})
-        tensors = session.protected.tensors()
-        missing = [spec.name for spec in manifest.tensors if spec.name not in tensors]
-        if missing:
-            raise ProtectionError(f"this worker has no {missing[0]}: does the script build the same model?")
-        landing = Landing(tensors[spec.name] for spec in manifest.tensors)
-        result = receive(
-            list(addresses.values()),
-            token,
-            key,
-            manifest,
-            landing.views,
-            COPY_TIMEOUT_S,
-            session.copying,
-            tls=tls,
-        )
-        landing.land()
+        result = copy_in_place(session, list(addresses.values()), key, manifest, tls)
         bit_exact = self._become(manifest, lineage.digest, loop)
         session.tell(CopyCompleted())
         store.set(f"copied/{session.worker}", b"1")
@@ -149,6 +113,22 @@ class StateExchange:
         loop.stand_at(record["cursor"], record["closed"], own=True)
         rng.restore(record["rng"])
         return True
+
+
+def copy_in_place(
+    session: Session, sources: list[str], key: str, manifest: Manifest, tls: ssl.SSLContext | None
+) -> Received:
+    """Copy a state's tensors over this worker's own. Raises what transfer raises, and UsageError."""
+    session.protected.ensure({spec.name: (spec.dtype, tuple(spec.shape)) for spec in manifest.tensors})
+    tensors = session.protected.tensors()
+    missing = [spec.name for spec in manifest.tensors if spec.name not in tensors]
+    if missing:
+        raise ProtectionError(f"this worker has no {missing[0]}: does the script build the same model?")
+    landing = Landing(tensors[spec.name] for spec in manifest.tensors)
+    token = session.identity.token
+    result = receive(sources, token, key, manifest, landing.views, COPY_TIMEOUT_S, session.copying, tls=tls)
+    landing.land()
+    return result
 
 
 def drop_gradients(session: Session) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from keepstep.transfer.errors import TransferCancelledError, TransferError
 from keepstep.transfer.manifest import Manifest, TensorSpec
-from keepstep.transfer.receive import Received, fetch_manifest, receive
+from keepstep.transfer.receive import Received, fetch_manifest, receive, tell_source
 from keepstep.transfer.server import StateServer
 
 __all__ = [
@@ -16,4 +16,5 @@ __all__ = [
     "TransferError",
     "fetch_manifest",
     "receive",
+    "tell_source",
 ]

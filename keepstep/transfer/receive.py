@@ -53,9 +53,17 @@ class Received:
 
 
 def fetch_manifest(
-    address: str, token: str, key: str, deadline_s: float, *, tls: ssl.SSLContext | None = None
+    address: str,
+    token: str,
+    key: str,
+    deadline_s: float,
+    *,
+    after: int = -1,
+    tls: ssl.SSLContext | None = None,
 ) -> Manifest:
     """What the source offers under `key`; waits there, at most `deadline_s`, until it offers it.
+
+    `after`: only the state of a step beyond this one will do.
 
     Raises TransferError, which names the source and the reason.
     """
@@ -63,7 +71,7 @@ def fetch_manifest(
     try:
         with _connect(address, token, min(deadline_s, CONNECT_TIMEOUT_S), tls) as sock:
             left = max(until - time.monotonic(), 0.001)
-            ask(sock, {"op": "manifest", "key": key, "wait_s": _WAIT_SHARE * left})
+            ask(sock, {"op": "manifest", "key": key, "wait_s": _WAIT_SHARE * left, "after": after})
             sock.settimeout(left)
             payload = recv_frame(sock)
             if payload is None:
@@ -73,6 +81,24 @@ def fetch_manifest(
             return Manifest.from_json(payload)
     except (OSError, WireError, ValueError) as error:
         raise TransferError(f"no manifest of {key!r} from {address}: {_reason(error)}") from None
+
+
+def tell_source(
+    address: str, token: str, key: str, held: int | None, *, tls: ssl.SSLContext | None = None
+) -> None:
+    """Tell a source which step's state is held of what it offers under `key`; None: none in time.
+
+    Raises TransferError, which names the source and the reason.
+    """
+    try:
+        with _connect(address, token, CONNECT_TIMEOUT_S, tls) as sock:
+            ask(sock, {"op": "note", "key": key, "wait_s": 0.0, "held": held})
+            sock.settimeout(CONNECT_TIMEOUT_S)
+            reply = answer(sock)
+            if reply is None or reply.get("ready") is not True:
+                raise WireError("closed the connection" if reply is None else _refusal(reply))
+    except (OSError, WireError, ValueError) as error:
+        raise TransferError(f"{address} was not told of {key!r}: {_reason(error)}") from None
 
 
 def receive(

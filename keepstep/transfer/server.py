@@ -11,7 +11,8 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,18 +49,28 @@ class _Offer:
     buffers: list[memoryview]
     users: set[socket.socket] = field(default_factory=set)
     sending: int = 0
+    taken: bool = False
     withdrawn: bool = False
 
 
 class StateServer:
     """Listens on `host` (a local address, IPv4 or IPv6) and a free port, until `close`. Raises OSError.
 
-    `tls`: for connections from targets; None: without TLS.
+    `tls`: for connections from targets; None: without TLS. `on_note(key, step)` hears what a target says about
+    itself (`tell_source`), on a thread of the server's.
     """
 
     def __init__(
-        self, host: str, token: str, *, max_connections: int = 64, tls: ssl.SSLContext | None = None
+        self,
+        host: str,
+        token: str,
+        *,
+        max_connections: int = 64,
+        tls: ssl.SSLContext | None = None,
+        on_note: Callable[[str, int | None], None] | None = None,
     ) -> None:
+        self._on_note = on_note
+        self._awaited: Counter[str] = Counter()
         self._tls = tls
         self._token = token
         self._max_connections = max_connections
@@ -94,6 +105,17 @@ class StateServer:
                 raise ValueError(f"{key!r} is already offered; withdraw it first")
             self._offers[key] = _Offer(manifest, text, flat)
             self._changed.notify_all()
+
+    def taken(self, key: str) -> bool:
+        """Whether a target has asked what is offered under `key` now: it is about to copy it, or has."""
+        with self._changed:
+            offer = self._offers.get(key)
+            return offer is not None and offer.taken
+
+    def awaited(self, key: str) -> bool:
+        """Whether a target waits for an offer under `key` at this moment."""
+        with self._changed:
+            return self._awaited[key] > 0
 
     def withdraw(self, key: str) -> None:
         """Serve `key` no longer. When this returns, its memory is no longer read and may change."""
@@ -191,10 +213,27 @@ class StateServer:
         if not isinstance(key, str) or not isinstance(wait_s, (int, float)) or not isinstance(identity, str):
             ask(sock, {"refused": "not a question of this protocol version"})
             return
-        offer = self._wait_for(key, sock, min(wait_s, 3600.0))
+        if question.get("op") == "note":
+            held = question.get("held")
+            if self._on_note is None or not (held is None or type(held) is int):
+                ask(sock, {"refused": "nothing is noted here"})
+                return
+            self._on_note(key, held)
+            ask(sock, {"ready": True})
+            return
+        with self._changed:
+            self._awaited[key] += 1
+        try:
+            after = question.get("after", -1)
+            offer = self._wait_for(key, sock, min(wait_s, 3600.0), after if type(after) is int else -1)
+        finally:
+            with self._changed:
+                self._awaited[key] -= 1
+                self._awaited += Counter()  # forgets what nobody waits for
         if offer is None:
             ask(sock, {"refused": f"{key!r} was not offered within {wait_s:.1f} s"})
         elif question.get("op") == "manifest":
+            offer.taken = True
             sock.sendall(len(offer.text).to_bytes(4, "big") + offer.text)
         elif question.get("op") != "stream":
             ask(sock, {"refused": "unknown operation"})
@@ -203,13 +242,19 @@ class StateServer:
         else:
             self._stream(sock, offer)
 
-    def _wait_for(self, key: str, sock: socket.socket, wait_s: float) -> _Offer | None:
+    def _wait_for(self, key: str, sock: socket.socket, wait_s: float, after: int) -> _Offer | None:
+        """The offer under `key`, once there is one of a step beyond `after`."""
         until = time.monotonic() + wait_s
+
+        def found() -> _Offer | None:
+            offer = self._offers.get(key)
+            return offer if offer is not None and offer.manifest.step > after else None
+
         while True:
             with self._changed:
                 left = min(until - time.monotonic(), _WATCH_INTERVAL_S)
-                self._changed.wait_for(lambda: key in self._offers or self._closed, timeout=max(left, 0.0))
-                offer = self._offers.get(key)
+                self._changed.wait_for(lambda: found() or self._closed, timeout=max(left, 0.0))
+                offer = found()
             if offer is not None or self._closed or time.monotonic() >= until:
                 return offer
             readable, _, _ = select.select([sock], [], [], 0)

@@ -30,6 +30,7 @@ def change_between(old: Announce, new: Announce) -> AnnounceChange | None:
         planned=after.planned,
         store=after.store,
         reason=new.reason,
+        ahead=new.ahead,
         peers=_different(old.peers, new.peers),
         peers_gone=tuple(old.peers.keys() - new.peers.keys()),
         keepers=_different(old.keepers, new.keepers),
@@ -59,6 +60,7 @@ def changed(old: Announce | None, change: AnnounceChange) -> Announce:
         reason=change.reason,
         peers=_merged(old.peers, change.peers, change.peers_gone),
         keepers=_merged(old.keepers, change.keepers, change.keepers_gone),
+        ahead=change.ahead,
     )
 
 

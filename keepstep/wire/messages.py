@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from keepstep.core import events
+from keepstep.core import events, move_events
 
 PROTOCOL_VERSION = 2
 
@@ -18,6 +18,8 @@ PROTOCOL_VERSION = 2
 TOLD_AGAIN = (
     events.Complained,
     events.FingerprintTaken,
+    move_events.LendReady,
+    move_events.MoveReady,
     events.Resumed,
     events.ScriptFailed,
     events.SelfCheckFailed,
@@ -263,6 +265,7 @@ class AnnounceChange:
     planned: bool
     store: str
     reason: str
+    ahead: bool = False
     peers: Mapping[str, str] = field(default_factory=dict)
     peers_gone: tuple[str, ...] = ()
     keepers: Mapping[str, str] = field(default_factory=dict)

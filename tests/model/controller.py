@@ -69,7 +69,7 @@ class Controller(Workers):
             yield go(f"controller tells planned g{g.number} to all", self.tell_plan)
         if state.budget["plan"] and not bad and pool and not g.donors and self.settled(state, g):
             for rank in range(len(g.ranks)) if len(set(self.world.shards)) > 1 else (0,):
-                new = planned_generation(g, rank, pool[0], "")
+                new = planned_generation(g, {rank: pool[0]}, "")
                 if not self.rules.donor:
                     new = Generation(number=new.number, ranks=new.ranks, planned=True)
                 yield go(
