@@ -34,17 +34,7 @@ from keepstep.agent.suspects import Suspects
 from keepstep.agent.vitals import Vitals
 from keepstep.agent.witness import Witness
 from keepstep.agent.workers import Worker, Workers
-from keepstep.core.actions import (
-    Announce,
-    CheckSpare,
-    KillWorker,
-    Lend,
-    Prepare,
-    Probe,
-    Release,
-    StandBy,
-    StartWorker,
-)
+from keepstep.core.actions import FOR_ONE_WORKER, Announce, KillWorker, Probe, Release, StandBy, StartWorker
 from keepstep.core.agent import Suspicion
 from keepstep.core.events import Event, UsageRefused, WorkerExited
 from keepstep.core.job_state import say_status
@@ -252,7 +242,7 @@ class Agent:
                 self._succession.remember()
                 self._shown.hide(action.worker)
                 self._workers.tell(action.worker, action)
-            case CheckSpare() | Lend() | Prepare():
+            case _ if isinstance(action, FOR_ONE_WORKER):
                 self._workers.tell(action.worker, action)
             case Announce() | AnnounceChange():
                 self._announce(self._announcements.whole(action))

@@ -16,8 +16,8 @@ from typing import Any
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from keepstep.core import events as evt
-from keepstep.core.move_events import LendReady, MoveReady
 from keepstep.core.actions import Announce
+from keepstep.core.move_events import LendReady, MoveReady
 from keepstep.errors import WireError
 from keepstep.wire.codec import decode, encode
 from keepstep.wire.messages import PROTOCOL_VERSION, AgentHello, AgentWelcome, Answer, Ask, Heartbeat

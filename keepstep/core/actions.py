@@ -160,3 +160,6 @@ Action = (
     | Say
     | EndJob
 )
+
+# Its agent only passes these on.
+FOR_ONE_WORKER = (CheckSpare, Lend, Prepare)

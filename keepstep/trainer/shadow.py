@@ -160,9 +160,9 @@ class Shadow:
             switch = self._manifest(keys.switch, LOOK_S)
             if switch is not None:
                 return switch
-            if self._failed_copies < COPIES_UNTIL_TOO_LARGE:
-                if self._manifest(keys.state, 0.02, self._seen) is not None:
-                    return None
+            copies = self._failed_copies < COPIES_UNTIL_TOO_LARGE
+            if copies and self._manifest(keys.state, 0.02, self._seen) is not None:
+                return None
 
     def _take_gradients(self, key: str, switch: Manifest, step: Step) -> bool:
         """Everybody switches. Without this step's state or gradients: enter the generation with nothing."""

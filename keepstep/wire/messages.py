@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from keepstep.core import events, move_events
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 # Of what a worker says, the newest of each of these kinds is told again when a connection was lost: worker to
 # agent, and agent to controller. Whether the one before had arrived cannot be known, so all may be heard twice.
