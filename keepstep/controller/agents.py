@@ -17,6 +17,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from keepstep.core import events as evt
 from keepstep.core.actions import Announce
+from keepstep.core.health_events import SignalSeen
 from keepstep.core.move_events import LendReady, MoveReady
 from keepstep.errors import WireError
 from keepstep.wire.codec import decode, encode
@@ -55,6 +56,7 @@ AGENT_EVENTS = (
     evt.KeeperRegained,
     LendReady,
     MoveReady,
+    SignalSeen,
     evt.VerdictReached,
     evt.StateReceived,
     evt.Resumed,

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from keepstep.core.health_events import SignalSeen
 from keepstep.core.move_events import (
     DrainRequested,
     LendReady,
@@ -362,6 +363,7 @@ Event = (
     | UndrainRequested
     | LendReady
     | MoveReady
+    | SignalSeen
     | PersistFailed
     | StopRequested
     | Ticked

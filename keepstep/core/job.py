@@ -45,6 +45,7 @@ from keepstep.core.events import (
     WorkerParked,
     WorkerSuspected,
 )
+from keepstep.core.health_events import SignalSeen
 from keepstep.core.job_config import JobConfig
 from keepstep.core.job_state import Ending, JobState, say_status
 from keepstep.core.keeping import keeper_missed, keeper_regained
@@ -194,6 +195,8 @@ class JobMachine:
                 lend_ready(state, event)
             case MoveReady():
                 move_ready(state, event, now_s)
+            case SignalSeen():
+                pass  # noted by nobody yet
             case PersistFailed():
                 self._persist_failed(event)
             case StopRequested():

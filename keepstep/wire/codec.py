@@ -19,7 +19,7 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Union
 
-from keepstep.core import actions, events, move_events
+from keepstep.core import actions, events, health_events, move_events
 from keepstep.core import types as nouns
 from keepstep.errors import WireError
 from keepstep.wire import messages
@@ -33,7 +33,7 @@ _MAX_DEPTH = 64
 def _known_types() -> dict[str, type]:
     """Every dataclass of the protocol, by name. A name used twice would make messages ambiguous."""
     known: dict[str, type] = {}
-    for module in (nouns, events, move_events, actions, messages):
+    for module in (nouns, events, move_events, health_events, actions, messages):
         for name, thing in vars(module).items():
             if (
                 isinstance(thing, type)
