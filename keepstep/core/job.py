@@ -190,7 +190,7 @@ class JobMachine:
             case DrainRequested():
                 drain_requested(state, event, now_s)
             case UndrainRequested():
-                undrain_requested(state, event)
+                undrain_requested(state, event, now_s)
             case LendReady():
                 lend_ready(state, event)
             case MoveReady():

@@ -16,6 +16,7 @@ from keepstep.core.membership import Standing, Worker
 from keepstep.core.move_events import DrainRequested, LendReady, MoveReady, MoveRequested, UndrainRequested
 from keepstep.core.move_facts import Move, Stage
 from keepstep.core.placement import target_for
+from keepstep.core.waiting import refill_later
 
 TRIES = 3  # targets that die while they are prepared, until the move is given up
 
@@ -89,7 +90,7 @@ def drain_requested(state: JobState, event: DrainRequested, now_s: float) -> Non
     state.say(f"node {event.node} is drained ({event.reason}): {what}, and nothing new starts there")
 
 
-def undrain_requested(state: JobState, event: UndrainRequested) -> None:
+def undrain_requested(state: JobState, event: UndrainRequested, now_s: float) -> None:
     refusal = undrain_refusal(state, event.node)
     if refusal is not None:
         state.say(refusal, "warning")
@@ -97,6 +98,7 @@ def undrain_requested(state: JobState, event: UndrainRequested) -> None:
     del state.moves.draining[event.node]
     state.persist("note", {"about": "undrain", "node": event.node})
     state.say(f"node {event.node} may be used again")
+    refill_later(state, now_s)
     for rank, move in list(state.moves.by_rank.items()):
         if move.unit == event.node and move.stage is not Stage.SWITCHING:
             _drop(state, rank, f"node {event.node} may be used again")
