@@ -1,6 +1,6 @@
 """Writes the README's table of figures from the JSON files of the benchmarks, and from nothing else.
 
-python benchmarks/fill_readme.py build        # reads build/recovery.json, overhead.json, transfer.json
+python benchmarks/fill_readme.py build        # reads build/recovery.json and so on
 """
 
 from __future__ import annotations
@@ -43,6 +43,13 @@ ROWS = (
     Row("overhead", "ratio_16m", "the same, 16M parameters", "{:.3f}"),
     Row("transfer", "fraction_of_tcp", "1 GB of state to a replacement ÷ bare TCP", "{:.0%}"),
     Row("transfer", "extra_memory_fraction", "memory for it beyond the state", "{:.1%}"),
+    Row(
+        "migration",
+        "stall_s",
+        "a rank moved live: longest step beyond the median step, 5M parameters, 4 ranks, median",
+    ),
+    Row("migration", "median_step_s", "the median step of that job"),
+    Row("migration", "recomputed_steps", "steps computed again by all migrations together", "{:.0f}"),
 )
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from keepstep.core.events import StateReceived
 from keepstep.core.move_events import MoveReady
 from keepstep.core.types import Lineage
 from keepstep.core.worker_events import CopyStarted, StateAdopted
@@ -23,7 +24,7 @@ from keepstep.trainer.adapters.tensors import in_memory_order, local_part
 from keepstep.trainer.lending import Keys
 from keepstep.trainer.offers import sums_of
 from keepstep.trainer.state import COPY_TIMEOUT_S, copy_in_place
-from keepstep.transfer import Manifest, TransferError, fetch_manifest, receive, tell_source
+from keepstep.transfer import Manifest, Received, TransferError, fetch_manifest, receive, tell_source
 from keepstep.transfer.staging import Landing
 from keepstep.wire.page import Phase
 from keepstep.wire.tls import TlsFiles
@@ -54,6 +55,8 @@ class Shadow:
         self._address = ""
         self._bytes, self._seconds = 0, 0.0
         self._switch: dict[str, Any] | None = None  # what came with the gradients
+        self._crossed = Received(bytes=0, seconds=0.0, sources=(), replanned=0)
+        self._source = -1
         self._adopted: dict[str, Any] | None = None
         tls = TlsFiles.from_environment()
         self._tls = None if tls is None else tls.client()
@@ -70,7 +73,7 @@ class Shadow:
         session = self._session
         session.page.enter(Phase.WAITING)
         assert session.prepare is not None
-        self._address = session.prepare.address
+        self._address, self._source = session.prepare.address, session.prepare.source
         niceness.step_back()
         try:
             return self._follow(step)
@@ -184,7 +187,7 @@ class Shadow:
                 for spec in switch.tensors
             )
             token = session.identity.token
-            receive(
+            self._crossed = receive(
                 [self._address],
                 token,
                 key,
@@ -247,6 +250,16 @@ class Shadow:
         record = loop.recorder.load(content["record"])
         loop.stand_at(record["cursor"], record["closed"], own=True)
         rng.restore(record["rng"])
+        session.link.send(
+            StateReceived(
+                worker=session.worker,
+                generation=session.generation_number,
+                transfer_s=self._crossed.seconds,
+                bytes=self._crossed.bytes,
+                sources=(self._source,),
+                bit_exact=True,
+            )
+        )
 
     # ---- small words ----------------------------------------------------------------------------
 
