@@ -252,6 +252,7 @@ SETTINGS = (
     Setting("controller-port", whole(0, 65_535), 0),
     Setting("metrics-port", whole(1, 65_535), None),
     Setting("metrics-bind", address, "127.0.0.1"),
+    Setting("policy", folder, None),
     Setting("open-metrics", yes_or_no, False),
     Setting("webhook", web_address, None),
     Setting("webhook-secret-file", folder, None),

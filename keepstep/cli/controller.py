@@ -42,6 +42,7 @@ def controller(
     shutdown_timeout: Annotated[_Text, _option("--shutdown-timeout", help="Between SIGTERM and SIGKILL when the job is stopped [5].", metavar="SECONDS")] = None,
     redirects: Annotated[_Text, _option("-r", "--redirects", help="Streams that go to the log files only: 0..3, or 0:1,1:3.", metavar="STREAMS")] = None,
     tee: Annotated[_Text, _option("-t", "--tee", help="Streams that go to console and log files: 0..3, or 0:1,1:3.", metavar="STREAMS")] = None,
+    policy: Annotated[_Text, _option("--policy", help="What is done about health signals: a file as keepstep policy show prints it.", metavar="FILE")] = None,
     open_metrics: Annotated[bool, _flag("--open-metrics", help="Processes of this machine read /metrics without a token.")] = False,
     webhook: Annotated[_Text, _option("--webhook", help="Post each incident there, at its begin and end.", metavar="URL")] = None,
     webhook_secret_file: Annotated[_Text, _option("--webhook-secret-file", help="File with the secret that signs these messages.", metavar="FILE")] = None,

@@ -293,6 +293,7 @@ def _machine_config(options: RunOptions) -> JobConfig:
         nodes=options.nnodes,
         ranks_per_node=options.ranks_per_node,
         replace_unit=options.replace_unit,
+        policy=options.policy,
         **optional,
     )
 

@@ -30,6 +30,7 @@ COMMANDS = (
     "migrate",
     "drain",
     "undrain",
+    "policy",
     "doctor",
     "prove",
     "demo",

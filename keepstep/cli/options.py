@@ -17,11 +17,13 @@ from typing import Any, Literal
 from keepstep.agent.metrics_listener import MetricsAddress
 from keepstep.cli.addresses import MASTER_PORT, Endpoint, is_loopback, parse_endpoint, parse_join
 from keepstep.cli.config import job_name, resolve
+from keepstep.cli.policy_file import read_policy
 from keepstep.cli.telemetry import Telemetry, choose_metrics, choose_telemetry
 from keepstep.cli.tokens import token_is_missing
 from keepstep.cli.torchrun_flags import ranks_filter
 from keepstep.cli.trust import Trust, choose_trust
 from keepstep.controller.rundir import DEFAULT_PARENT
+from keepstep.core.policy_rules import Policy
 from keepstep.errors import UsageError
 
 Launch = Literal["script", "module", "program"]
@@ -77,6 +79,7 @@ class RunOptions:
     spare_check_s: float
     stop_grace_s: float
     max_restarts: int | None
+    policy: Policy
     record_limit_bytes: int
     tee: str
     redirects: str
@@ -169,6 +172,7 @@ def choose(
         spare_check_s=settings["spare_check"],
         stop_grace_s=settings["shutdown_timeout"],
         max_restarts=settings["max_restarts"],
+        policy=Policy() if settings["policy"] is None else read_policy(settings["policy"]),
         record_limit_bytes=settings["record_limit"],
         tee=settings["tee"],
         redirects=settings["redirects"],

@@ -49,6 +49,7 @@ def run(
     controller_port: Annotated[_Text, _option("--controller-port", help="The controller's port on 127.0.0.1 [any free one].", metavar="PORT")] = None,
     metrics_port: Annotated[_Text, _option("--metrics-port", help="Port where this node's agent answers Prometheus [none].", metavar="PORT")] = None,
     metrics_bind: Annotated[_Text, _option("--metrics-bind", help="Address of that port [127.0.0.1].", metavar="ADDR")] = None,
+    policy: Annotated[_Text, _option("--policy", help="What is done about health signals: a file as keepstep policy show prints it.", metavar="FILE")] = None,
     open_metrics: Annotated[bool, _flag("--open-metrics", help="Processes of this machine read /metrics without a token.")] = False,
     webhook: Annotated[_Text, _option("--webhook", help="Post each incident there, at its begin and end.", metavar="URL")] = None,
     webhook_secret_file: Annotated[_Text, _option("--webhook-secret-file", help="File with the secret that signs these messages.", metavar="FILE")] = None,

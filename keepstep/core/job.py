@@ -71,6 +71,7 @@ from keepstep.core.node_watch import (
 )
 from keepstep.core.nodes import agent_joined, miss_absent, node_lost
 from keepstep.core.observing import observe_hardware, observe_suspect
+from keepstep.core.policy_acts import pursue_policy, signal_seen
 from keepstep.core.protection import fingerprint_taken, self_check_failed, self_check_passed
 from keepstep.core.recovery import next_deadline_s, pursue
 from keepstep.core.replica_rules import replicas, state_described
@@ -120,6 +121,7 @@ class JobMachine:
             self._take(event, now_s)
             miss_absent(state, now_s)
             watch_nodes(state, now_s)
+            pursue_policy(state, now_s)
             pursue(state, now_s)
             self._let_spares_rehearse()
         actions, state.actions = state.actions, []
@@ -196,7 +198,7 @@ class JobMachine:
             case MoveReady():
                 move_ready(state, event, now_s)
             case SignalSeen():
-                pass  # noted by nobody yet
+                signal_seen(state, event, now_s)
             case PersistFailed():
                 self._persist_failed(event)
             case StopRequested():

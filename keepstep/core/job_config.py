@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from keepstep.core.policy_rules import Policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +29,8 @@ class JobConfig:
     `probe_timeout_s`: how long another node may try to reach it (`probe_slack_s`: and answer).
 
     `switch_timeout_s`: how long a planned switch may wait for its step; then all enter it at once.
+
+    `policy`: what is done about health signals.
 
     Spares: `spare_check_s`: how often a parked one proves itself (0: only before it parks);
     `spare_check_timeout_s`: how long it may take. `least_link_bytes_per_s`: below it a spare's node is too slow.
@@ -64,6 +68,7 @@ class JobConfig:
     probe_timeout_s: float = 0.3
     probe_slack_s: float = 0.2
     switch_timeout_s: float = 60.0
+    policy: Policy = field(default_factory=Policy)
 
     def __post_init__(self) -> None:
         at_least = {

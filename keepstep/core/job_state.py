@@ -30,6 +30,7 @@ from keepstep.core.job_config import JobConfig
 from keepstep.core.membership import Membership, Standing, Worker
 from keepstep.core.move_facts import Moves
 from keepstep.core.node_facts import Link, NodeFacts, natural
+from keepstep.core.policy import PolicyBook
 from keepstep.core.replicas import ReplicaBook
 from keepstep.core.types import Generation
 
@@ -135,7 +136,11 @@ class JobState:
     moves: Moves = field(default_factory=Moves)
     observed: dict[int, int] = field(default_factory=dict)  # suspect -> its step when it was told (observe)
 
+    policy: PolicyBook = field(init=False)
+    policy_barred: set[tuple[str, int]] = field(default_factory=set)  # slots that the policy keeps out
+
     def __post_init__(self) -> None:
+        self.policy = PolicyBook(self.config.policy)
         self.replicas = ReplicaBook(self.config.world_size)
 
     # ---- reading --------------------------------------------------------------------------------

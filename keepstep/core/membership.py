@@ -136,7 +136,8 @@ class Membership:
         """Slots without a living process, in the order of their nodes' names: those for spares last, after
         them those on which a check failed; the quarantined are none."""
         failed = self.failed_checks
-        key = (self.living_version, tuple(self.slots.items()), len(self.late), sum(failed.values()))
+        shut = frozenset(self.quarantined)
+        key = (self.living_version, tuple(self.slots.items()), len(self.late), sum(failed.values()), shut)
         if self._free[0] != key:
             taken = {(worker.node, worker.slot) for worker in self.alive()} | self.quarantined
             free = [

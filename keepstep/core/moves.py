@@ -66,7 +66,21 @@ def drain_refusal(state: JobState, node: str) -> str | None:
 
 def undrain_refusal(state: JobState, node: str) -> str | None:
     """Why this node cannot be given back; None when it can."""
-    return None if node in state.moves.draining else f"node {node} is not being drained"
+    kept_out = node in state.moves.draining or barred_on(state, node)
+    return None if kept_out else f"node {node} is not being drained"
+
+
+def barred_on(state: JobState, node: str) -> set[tuple[str, int]]:
+    """The slots of a node that the policy keeps out."""
+    return {place for place in state.policy_barred if place[0] == node}
+
+
+def forget_drain(state: JobState, node: str) -> None:
+    """The node may be used again, with all its slots; one whose own checks failed stays quarantined."""
+    barred = barred_on(state, node)
+    state.moves.draining.pop(node, None)
+    state.members.quarantined -= barred
+    state.policy_barred -= barred
 
 
 def move_requested(state: JobState, event: MoveRequested, now_s: float) -> None:
@@ -95,7 +109,7 @@ def undrain_requested(state: JobState, event: UndrainRequested, now_s: float) ->
     if refusal is not None:
         state.say(refusal, "warning")
         return
-    del state.moves.draining[event.node]
+    forget_drain(state, event.node)
     state.persist("note", {"about": "undrain", "node": event.node})
     state.say(f"node {event.node} may be used again")
     refill_later(state, now_s)

@@ -13,7 +13,9 @@ from keepstep.core.generations import generation_from_body
 from keepstep.core.job_state import JobState
 from keepstep.core.membership import Standing, Worker
 from keepstep.core.move_facts import Move, Stage
+from keepstep.core.moves import forget_drain
 from keepstep.core.node_facts import UNDATED, Link, NodeFacts
+from keepstep.core.policy_acts import recall_decision
 from keepstep.core.replicas import ReplicaBook
 
 
@@ -90,9 +92,11 @@ def _note(state: JobState, body: Mapping[str, Any]) -> None:
         case "drain":
             state.moves.draining[str(body["node"])] = str(body["reason"])
         case "undrain":
-            state.moves.draining.pop(str(body["node"]), None)
+            forget_drain(state, str(body["node"]))
         case "move":
             _move(state, body)
+        case "policy":
+            recall_decision(state, body)
         case "retired":
             state.moves.retired.add(int(body["worker"]))
             state.forget_places()

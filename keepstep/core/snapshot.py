@@ -59,6 +59,8 @@ def snapshot(state: JobState) -> dict[str, Any]:
         },
         "moves": [move.body() for _, move in sorted(state.moves.by_rank.items())],
         "draining": dict(state.moves.draining),
+        "verdicts": list(state.policy.verdicts.values()),
+        "kept_out": [{"node": node, "slot": slot} for node, slot in sorted(state.members.quarantined)],
         "exit_code": state.over.exit_code if state.over else None,
         "reason": state.over.reason if state.over else "",
         "ledger_lost": state.ledger_lost,
