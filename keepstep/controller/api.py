@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from keepstep.controller import evidence_api, measure_api, move_api
+from keepstep.controller import evidence_api, measure_api, move_api, signal_api
 from keepstep.controller.agents import same_token
 from keepstep.controller.metrics import CONTENT_TYPE
 from keepstep.wire.tokens import read_token
@@ -62,6 +62,7 @@ def build_app(controller: Controller, *, open_metrics: bool = False) -> Starlett
             *evidence_api.routes(controller),
             *measure_api.routes(controller),
             *move_api.routes(controller),
+            *signal_api.routes(controller),
             WebSocketRoute("/agent", controller.serve_agent),
         ],
         exception_handlers={HTTPException: _error},

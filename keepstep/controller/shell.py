@@ -32,6 +32,7 @@ from keepstep.controller.standstill import Standstill
 from keepstep.controller.view import live_status
 from keepstep.core import actions as act
 from keepstep.core import events as evt
+from keepstep.core.health_events import SignalSeen
 from keepstep.core.move_events import DrainRequested, MoveRequested, UndrainRequested
 from keepstep.core.silence import DEFAULT_TIMEOUT_S
 from keepstep.wire.messages import AgentHello, Answer, JobSpec
@@ -157,6 +158,10 @@ class Controller:
         if refusal is None:
             self._put(event)
         return refusal
+
+    def report(self, event: SignalSeen) -> None:
+        """A health signal that somebody posted."""
+        self._put(event)
 
     def lose_agent(self, node: str, reason: str) -> None:
         """An embedded agent is known to have ended: no sense in waiting for its return."""
