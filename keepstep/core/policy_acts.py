@@ -143,6 +143,11 @@ def _no_replica(state: JobState, decision: Decision) -> str:
     lost = _lost(state, decision)
     if (why := unprotected(state, [state.newest.ranks[rank] for rank in lost])) is not None:
         return f"protection is off ({why}): its death would end the job"
+    shut = decision.signal.node if decision.rule.quarantine == "node" else ""
+    room = sum(spare.node != shut for spare in state.spares())
+    room += sum(node != shut for node, _ in state.free_slots())
+    if room < len(lost) + len(state.gone()):
+        return "there is neither a spare nor a free slot to rebuild it on"
     for rank in lost:
         shard = state.shards.get(rank)
         if shard is not None and not any(

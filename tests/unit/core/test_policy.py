@@ -121,6 +121,14 @@ def test_a_rank_without_a_replica_is_not_given_up() -> None:
     assert not of(KillWorker, job.past) and not job.machine.state.members.quarantined
 
 
+def test_a_rank_is_not_given_up_where_it_has_nowhere_to_go() -> None:
+    job = cluster(nodes=1, spares=0)
+    job.tell(xid(94))
+    [decision] = decisions(job)
+    assert decision["did"] == "alert" and "neither a spare nor a free slot" in decision["refused"]
+    assert not of(KillWorker, job.past) and job.machine.state.incident is None
+
+
 def test_a_temperature_over_its_limit_for_two_windows_is_one_planned_migration() -> None:
     job = cluster()
     hot = reading("nvml", "temperature", 93.0, 90.0)
