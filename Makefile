@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin
 STAMP := $(VENV)/.keepstep-installed
 SOAK_KILLS ?= 50
-BENCHMARKS := recovery overhead transfer migration
+BENCHMARKS := recovery overhead transfer migration control
 
 .PHONY: help venv demo test retest check format soak bench clean
 

@@ -4,12 +4,13 @@ The real controller (core, ledger, sockets) runs in a process of its own; simula
 real sockets, beat at 1 Hz each and report as healthy nodes do. One worker after another is lost. Measured: from
 the report of a loss to the next generation's arrival at the first agent (its decision, durable in the ledger)
 and at the last one; the controller's share of a core over the whole run, and its memory. Then the core alone
-decides at 16,384 ranks.
+decides at 16,384 ranks, and the simulator plays a month of such a job at published failure rates.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import subprocess
 import sys
@@ -23,13 +24,15 @@ from common import Options, options, table, write
 from control_agents import SETUP_STEPS, Fleet
 
 from keepstep.core.actions import Announce, StartWorker
-from keepstep.core.events import AgentJoined, NodeProgressed, Resumed, WorkerExited, WorkerParked
+from keepstep.core.events import AgentJoined, NodeProgressed, NodeResumed, WorkerExited, WorkerParked
 from keepstep.core.job import JobConfig, JobMachine
 
 SEED = 20260901
 SLOTS = 8
 SERVER = Path(__file__).resolve().parent / "control_server.py"
 WAIT_S = 120.0
+MONTH_TIMEOUT_S = 1800.0
+SETTLE_S = 3.0
 CORE_RANKS, CORE_SPARES, CORE_DECISIONS = 16_384, 64, 20
 
 
@@ -40,7 +43,6 @@ class Plan:
     nodes: int
     incidents: int
     pause_s: float
-    heartbeat_s: float = 1.0
     spares: int = 64
 
 
@@ -79,13 +81,13 @@ async def measure(plan: Plan, folder: Path) -> Outcome:
         assert server.stdout is not None
         url = server.stdout.readline().strip().replace("http", "ws", 1) + "/agent"
         process = psutil.Process(server.pid)
-        fleet = Fleet(url, token, heartbeat_s=plan.heartbeat_s)
+        fleet = Fleet(url, token)
         started_s = time.monotonic()
         await fleet.start(plan.nodes, SLOTS)
         await fleet.heard_by_all(WAIT_S)
         start_s = time.monotonic() - started_s
         print(f"{plan.nodes} agents, {ranks} ranks: started in {start_s:.1f} s", file=sys.stderr)
-        await asyncio.sleep(3 * plan.heartbeat_s)  # every agent has told of published steps
+        await asyncio.sleep(SETTLE_S)  # every agent has told of published steps
 
         decided, everywhere = [], []
         cpu_s, wall_s = sum(process.cpu_times()[:2]), time.monotonic()
@@ -170,9 +172,29 @@ def core_decisions() -> list[float]:
         assert any(isinstance(action, Announce) for action in actions)
         generation = machine.state.newest
         assert generation is not None
-        for worker in generation.ranks:
-            machine.step(Resumed(worker=worker, generation=generation.number, step=10), now_s)
+        back = NodeResumed(
+            node="all", generation=generation.number, steps=dict.fromkeys(generation.ranks, 10)
+        )
+        machine.step(back, now_s)
     return taken
+
+
+# ---- the simulator ------------------------------------------------------------------------------------
+
+
+def month(ranks: int, spares: int) -> dict[str, float]:
+    """The figures of a simulated month, from a process of its own: its memory is its own. Raises SystemExit."""
+    command = [sys.executable, "-m", "keepstep.sim", "--month", "--json"]
+    done = subprocess.run(
+        [*command, "--ranks", str(ranks), "--spares", str(spares)],
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=MONTH_TIMEOUT_S,
+    )
+    if done.returncode:
+        raise SystemExit(f"the simulated month failed: {done.stdout}")
+    figures: dict[str, float] = json.loads(done.stdout)
+    return figures
 
 
 # ---- all of it ----------------------------------------------------------------------------------------
@@ -190,6 +212,7 @@ def main(chosen: Options) -> None:
     with tempfile.TemporaryDirectory(prefix="keepstep-control-") as name:
         outcome = asyncio.run(measure(scale, Path(name)))
     decisions = core_decisions()
+    simulated = month(2048 if chosen.quick else CORE_RANKS, CORE_SPARES)
     figures = {
         "decision_p50_s": percentile(outcome.decided_s, 0.5),
         "decision_p99_s": percentile(outcome.decided_s, 0.99),
@@ -199,6 +222,7 @@ def main(chosen: Options) -> None:
         "core_decision_s": percentile(decisions, 0.5),
         "agents": float(scale.nodes),
         "incidents": float(scale.incidents),
+        **simulated,
     }
     rows = [
         (f"decision, {scale.nodes} agents of {SLOTS} workers, median s", figures["decision_p50_s"]),
@@ -207,6 +231,10 @@ def main(chosen: Options) -> None:
         ("controller's share of a core", figures["cpu_share"]),
         ("controller's memory, MB", figures["memory_mb"]),
         (f"the core alone, {CORE_RANKS} ranks, median s", figures["core_decision_s"]),
+        ("a simulated month: seconds of this machine", figures["month_wall_s"]),
+        ("its memory, GB", figures["month_memory_gb"]),
+        ("its failures", figures["month_failures"]),
+        ("training stood, seconds of that month", figures["month_stalled_s"]),
     ]
     print(table(("what", "measured"), rows))
     write(chosen, figures, seeds={"victims": SEED})

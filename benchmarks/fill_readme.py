@@ -50,6 +50,11 @@ ROWS = (
     ),
     Row("migration", "median_step_s", "the median step of that job"),
     Row("migration", "recomputed_steps", "steps computed again by all migrations together", "{:.0f}"),
+    Row("control", "decision_p99_s", "loss of a worker reported to decision heard, 2,000 agents, 99 of 100"),
+    Row("control", "cpu_share", "the controller's share of a core meanwhile", "{:.2f}"),
+    Row("control", "core_decision_s", "the core alone: one decision at 16,384 ranks", "{:.4f} s"),
+    Row("control", "month_wall_s", "a simulated month of 16,384 ranks, published failure rates", "{:.0f} s"),
+    Row("control", "month_memory_gb", "memory for it", "{:.2f} GB"),
 )
 
 

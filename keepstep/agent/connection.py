@@ -76,6 +76,7 @@ class ControllerConnection:
         self._backoff_s = FIRST_BACKOFF_S
         self._idle = asyncio.Event()
         self.lost_since_s: float | None = time.monotonic()
+        self._spoke_s = 0.0  # when something was last sent to it
         self._heard_s = 0.0  # when the controller last answered, while connected
 
     def send(self, event: Event | Answer) -> None:
@@ -211,10 +212,15 @@ class ControllerConnection:
         return welcome
 
     async def _beat(self, socket: ClientConnection) -> None:
-        """Say that this agent is there, whatever else waits to be sent."""
+        """Say that this agent is there, whatever else waits to be sent; what was sent just now has said so."""
+        await socket.send(encode(Heartbeat(node=self._node, sent_ns=time.time_ns())))
+        self._spoke_s = time.monotonic()
         while True:
-            await asyncio.sleep(self._heartbeat_s)
+            await asyncio.sleep(max(0.0, self._spoke_s + self._heartbeat_s - time.monotonic()))
+            if time.monotonic() < self._spoke_s + self._heartbeat_s:
+                continue
             await socket.send(encode(Heartbeat(node=self._node, sent_ns=time.time_ns())))
+            self._spoke_s = time.monotonic()
 
     async def _note_answers(self, socket: ClientConnection) -> None:
         """Whether the other side is there: it sends nothing of its own accord for hours. The library ends a
@@ -226,12 +232,13 @@ class ControllerConnection:
 
     async def _send_all(self, socket: ClientConnection) -> None:
         while True:
-            ticket, event = await self._outbox.first()
+            tickets, event = await self._outbox.next(self._node)
             try:
                 await socket.send(encode(aged(event, time.monotonic())))
+                self._spoke_s = time.monotonic()
             except WireError as error:  # one event that cannot be written must not hold up the others
                 log.error("an event was lost: %s", error)
-            self._outbox.done(ticket)
+            self._outbox.done(*tickets)
             if not len(self._outbox):
                 self._idle.set()
 

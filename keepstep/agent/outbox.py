@@ -7,6 +7,7 @@ first, then the oldest event that only informs. Exits, complaints and failures a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import OrderedDict
 from dataclasses import replace
 
@@ -19,9 +20,11 @@ from keepstep.core.events import (
     VerdictReached,
     WorkerExited,
 )
+from keepstep.core.together import alike, joined
 from keepstep.wire.messages import Answer
 
 LIMIT = 10_000
+JOIN_S = 0.005  # ranks of one node come back from a failure together
 _INFORM = (Answer, FingerprintTaken, Resumed, StateReceived, VerdictReached)
 
 
@@ -60,9 +63,32 @@ class Outbox:
             await self._filled.wait()
         return next(iter(self._events.items()))
 
-    def done(self, ticket: int) -> None:
-        """The event was sent."""
-        self._forget(ticket)
+    async def next(self, node: str, others_s: float = JOIN_S) -> tuple[list[int], Event | Answer]:
+        """The oldest event, as one with those behind it that say the same of other workers.
+
+        For these it waits `others_s` at most, and never while something else waits.
+        """
+        ticket, event = await self.first()
+        kind = alike(event)
+        if kind is None:
+            return [ticket], event
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(others_s):
+                while all(alike(other) == kind for other in self._events.values()):
+                    self._filled.clear()
+                    await self._filled.wait()
+        tickets, events = [], []
+        for ticket, event in self._events.items():
+            if isinstance(event, Answer) or alike(event) != kind:
+                break
+            tickets.append(ticket)
+            events.append(event)
+        return tickets, joined(node, events)
+
+    def done(self, *tickets: int) -> None:
+        """These events were sent."""
+        for ticket in tickets:
+            self._forget(ticket)
 
     def _with_older(self, event: NodeProgressed) -> NodeProgressed:
         """The newer progress with what only the waiting older one says."""

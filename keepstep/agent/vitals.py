@@ -55,7 +55,7 @@ class Vitals:
 
     def keep_pace(self, heartbeat_s: float) -> None:
         """A large cluster wants to hear of each node less often: progress keeps to the pace of its heartbeats."""
-        self.progress_s = max(PROGRESS_INTERVAL_S, heartbeat_s)
+        self.progress_s = max(PROGRESS_INTERVAL_S, heartbeat_s - 2 * SAMPLE_INTERVAL_S)
 
     async def run(self) -> None:
         while True:

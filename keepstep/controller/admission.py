@@ -137,6 +137,10 @@ class Admission:
         place = None if worker is None else self._places.get(worker)
         if place is not None and place[0] != node:
             raise WireError(f"worker {worker} lives on {place[0]}, and {node} speaks for it")
+        for one in getattr(event, "steps", None) or getattr(event, "connected_s", None) or ():
+            place = self._places.get(one)
+            if place is not None and place[0] != node:
+                raise WireError(f"worker {one} lives on {place[0]}, and {node} speaks for it")
         speaker = getattr(event, "by", None) or getattr(event, "node", node)
         if speaker != node:
             raise WireError(f"{node} speaks for {speaker}")

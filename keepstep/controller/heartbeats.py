@@ -40,7 +40,8 @@ class Heartbeats:
 
     async def run(self) -> None:
         while True:
-            await asyncio.sleep(CHECK_INTERVAL_S)
+            # As often as the agents' pace is worth: of thousands each look costs milliseconds.
+            await asyncio.sleep(max(CHECK_INTERVAL_S, heartbeat_s(len(self._links)) / 4))
             heard = {
                 node: Heard(last_s=link.heard_s, heartbeat_s=link.heartbeat_s)
                 for node, link in self._links.items()

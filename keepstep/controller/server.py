@@ -11,6 +11,7 @@ from collections.abc import Generator
 
 import uvicorn
 from starlette.applications import Starlette
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.exceptions import InvalidState
 
 from keepstep.errors import UsageError
@@ -19,6 +20,7 @@ from keepstep.wire.framing import MAX_FRAME_BYTES
 from keepstep.wire.tls import TlsFiles
 
 BACKLOG = 1024
+READ_AHEAD = 16  # messages of one connection
 _STOP_TIMEOUT_S = 3
 
 
@@ -59,6 +61,19 @@ def _is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
+class _ReadingAhead(WebSocketsSansIOProtocol):
+    """uvicorn stops reading a connection after every message until it is taken, at two system calls each time:
+    thousands of agents would make it the dearest part of a message. Here some may wait."""
+
+    def send_receive_event_to_app(self) -> None:
+        ahead = not self.read_paused and self.queue.qsize() < READ_AHEAD
+        if ahead:
+            self.read_paused = True  # so it need not be done
+        super().send_receive_event_to_app()
+        if ahead:
+            self.read_paused = False
+
+
 class _QuietServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -86,7 +101,7 @@ class Server:
             log_config=None,
             access_log=False,
             lifespan="off",
-            ws="websockets-sansio",
+            ws=_ReadingAhead,
             ws_max_size=MAX_FRAME_BYTES,
             ws_max_queue=64,
             ws_per_message_deflate=False,

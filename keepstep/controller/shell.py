@@ -40,6 +40,7 @@ from keepstep.wire.messages import AgentHello, Answer, JobSpec
 log = logging.getLogger("keepstep.controller")
 
 MAX_WAITING_EVENTS = 10_000
+YIELD_AFTER = 32  # events without a pause
 INQUIRY_TIMEOUT_S = 4.0
 BROKEN_EXIT_CODE = 70  # sysexits.h: an internal software error
 
@@ -87,6 +88,7 @@ class Controller:
         self._outlived = outlived
         self._abandoned = False
         self._events: asyncio.Queue[evt.Event | act.Persist] = asyncio.Queue(MAX_WAITING_EVENTS)
+        self._in_a_row = 0
         self._own_events: collections.deque[evt.Event] = collections.deque()  # of the machine's task itself
         self._links: dict[str, AgentLink] = {}
         self._heartbeats = Heartbeats(self._links, spec, self._put, heartbeat_timeout_s)
@@ -235,11 +237,16 @@ class Controller:
     async def _next_event(self) -> evt.Event | act.Persist:
         if self._own_events:
             return self._own_events.popleft()
+        if not self._events.empty():  # every event lets the machine see what is due as well
+            self._in_a_row += 1
+            if self._in_a_row % YIELD_AFTER == 0:
+                await asyncio.sleep(0)  # whoever reads and sends has a turn
+            return self._events.get_nowait()
         now_s = time.monotonic()
         deadline_s = self._machine.next_deadline_s(now_s)
         if deadline_s is None:
             return await self._events.get()
-        if self._events.empty() and deadline_s <= now_s:
+        if deadline_s <= now_s:
             return evt.Ticked()
         try:
             async with asyncio.timeout(max(0.0, deadline_s - now_s)):

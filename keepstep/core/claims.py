@@ -12,6 +12,7 @@ MOST_BYTES = 1 << 60
 MOST_SECONDS = 1e9
 _COUNTS = {"step": MOST_STEPS, "published": MOST_STEPS, "recomputed": MOST_STEPS, "target": MOST_STEPS}
 _SIZES = {"bytes": MOST_BYTES, "free_bytes": MOST_BYTES}
+_OF_SEVERAL: dict[str, float] = {"steps": MOST_STEPS, "connected_s": MOST_SECONDS, "voted_s": MOST_SECONDS}
 _SPANS = ("connect_s", "vote_s", "transfer_s", "seconds")
 
 
@@ -29,6 +30,10 @@ def doubt(report: Any, *, world_size: int, newest: int | None) -> str | None:
         value = getattr(report, name, None)
         if value is not None and not 0 <= value <= most:
             return f"{name} cannot be {value}"
+    for name, limit in _OF_SEVERAL.items():
+        for worker, value in (getattr(report, name, None) or {}).items():
+            if not 0 <= value <= limit:
+                return f"{name} of worker {worker} cannot be {value}"
     for name in _SPANS:
         seconds = getattr(report, name, None)
         if seconds is not None and not 0 <= seconds <= MOST_SECONDS:

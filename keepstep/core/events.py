@@ -236,6 +236,30 @@ class Resumed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NodeVerdict:
+    """`VerdictReached` of several members on one node that differ in nothing but their times (worker -> seconds)."""
+
+    node: str
+    generation: int
+    target: int | None
+    course: str
+    reason: str
+    connected_s: Mapping[int, float]
+    voted_s: Mapping[int, float]
+    bit_exact: bool = True
+    recomputed: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeResumed:
+    """`Resumed` of several members on one node: worker -> its committed steps."""
+
+    node: str
+    generation: int
+    steps: Mapping[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FingerprintTaken:
     """Digest of a rank's replicated state after `step` commits: twins must agree. `parts`: by `StatePart`."""
 
@@ -349,8 +373,10 @@ Event = (
     | KeeperMissed
     | KeeperRegained
     | VerdictReached
+    | NodeVerdict
     | StateReceived
     | Resumed
+    | NodeResumed
     | FingerprintTaken
     | StateDescribed
     | SelfCheckFailed

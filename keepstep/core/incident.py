@@ -5,6 +5,7 @@ It counts and words; it decides nothing.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -172,6 +173,7 @@ class Incident:
 
     def _slowest(self) -> list[dict[str, Any]]:
         """The members that took longest to resume, with their own times."""
-        known = [{"worker": worker, **times} for worker, times in self.members.items()]
-        known.sort(key=lambda member: member.get("resumed_s", 0.0), reverse=True)
-        return known[:KEPT_MEMBERS]
+        slowest = heapq.nlargest(
+            KEPT_MEMBERS, self.members.items(), key=lambda member: member[1].get("resumed_s", 0.0)
+        )
+        return [{"worker": worker, **times} for worker, times in slowest]

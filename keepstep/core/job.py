@@ -26,6 +26,8 @@ from keepstep.core.events import (
     KeeperRegained,
     LinkMeasured,
     NodeProgressed,
+    NodeResumed,
+    NodeVerdict,
     PersistFailed,
     ProbeAnswered,
     Progressed,
@@ -86,6 +88,7 @@ from keepstep.core.reports import (
 from keepstep.core.resumption import rebuild
 from keepstep.core.snapshot import snapshot
 from keepstep.core.spare_checks import link_measured, spare_checked, state_size_learned
+from keepstep.core.together import each_verdict
 
 __all__ = ["JobConfig", "JobMachine"]
 
@@ -170,8 +173,13 @@ class JobMachine:
             case StateReceived():
                 if state.incident is not None and counts(state, event.worker, event.generation):
                     state.incident.learn_transfer(event)
+            case NodeVerdict():
+                for verdict in each_verdict(event):
+                    verdict_reached(state, verdict, now_s)
             case Resumed():
-                resumed(state, event, now_s)
+                resumed(state, event.generation, {event.worker: event.step}, now_s)
+            case NodeResumed():
+                resumed(state, event.generation, event.steps, now_s)
             case FingerprintTaken():
                 fingerprint_taken(state, event)
             case StateDescribed():

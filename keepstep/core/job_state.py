@@ -121,6 +121,7 @@ class JobState:
     link_due_s: dict[str, float] = field(default_factory=dict)
     replicas: ReplicaBook = field(default_factory=lambda: ReplicaBook(0))
     nodes: dict[str, NodeFacts] = field(default_factory=dict)
+    looked_s: float = 0.0  # when the suspects were last looked at
     watch_due_s: float | None = None  # when the suspects were to be looked at again
     suspected: set[str] = field(default_factory=set)
     keepers: dict[str, str] = field(default_factory=dict)  # node -> the node that keeps its records
@@ -128,6 +129,7 @@ class JobState:
     ever: set[int] = field(default_factory=set)  # members of any generation so far
     _map: tuple[Generation | None, dict[int, int]] = (None, {})
     _gone: tuple[object, list[int]] = (None, [])
+    _member_nodes: tuple[object, set[str]] = (None, set())
     _spares: tuple[object, list[Worker]] = (None, [])
     _twins: tuple[int, dict[str, list[int]]] = (-1, {})
     unkept: dict[int, str] = field(default_factory=dict)  # worker -> why its records are not held elsewhere
@@ -217,8 +219,11 @@ class JobState:
 
     def member_nodes(self) -> set[str]:
         """The nodes on which ranks are played."""
-        workers = self.members.workers
-        return {workers[number].node for number in self.current_members() if number in workers}
+        if self._member_nodes[0] != (key := (self.newest, len(self.moves.retired))):
+            workers = self.members.workers
+            names = {workers[number].node for number in self.current_members() if number in workers}
+            self._member_nodes = (key, names)
+        return self._member_nodes[1]
 
     def node_of_rank(self, rank: int) -> str:
         """Where a rank is played; "" when nobody plays it."""

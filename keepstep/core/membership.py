@@ -106,9 +106,25 @@ class Membership:
     _by_standing: dict[Standing, dict[int, Worker]] = field(
         default_factory=lambda: {standing: {} for standing in Standing}
     )
+    _of_node: dict[str, dict[int, Worker]] = field(default_factory=dict)  # the living
+    _taken: dict[str, Counter[int]] = field(default_factory=dict)  # node -> slot -> living workers on it
+    _shrunk: set[str] = field(default_factory=set)  # nodes that came back with fewer slots
+    _offers: int = 0
     _free: tuple[object, list[tuple[str, int]]] = (None, [])
     failed_checks: Counter[tuple[str, int]] = field(default_factory=Counter)  # node, slot
     quarantined: set[tuple[str, int]] = field(default_factory=set)
+
+    def offer(self, node: str, slots: int) -> None:
+        """A node is there, with so many slots."""
+        if slots < self.slots.get(node, 0):
+            self._shrunk.add(node)
+        self.slots[node] = slots
+        self._offers += 1
+
+    def withdraw(self, node: str) -> None:
+        """A node is gone."""
+        self.slots.pop(node, None)
+        self._offers += 1
 
     def start(self, node: str, slot: int) -> Worker:
         """Note a new worker on a free slot."""
@@ -121,7 +137,7 @@ class Membership:
         self.next_number = max(self.next_number, worker.number + 1)
         self._by_standing[worker.standing][worker.number] = worker
         self.version += 1
-        self.living_version += 1
+        self._settle(worker)
         worker.join(self)
 
     def moved(self, worker: Worker, before: Standing) -> None:
@@ -130,38 +146,56 @@ class Membership:
         self._by_standing[worker.standing][worker.number] = worker
         self.version += 1
         if Standing.EXITED in (before, worker.standing):
-            self.living_version += 1
+            self._settle(worker)
+
+    def _settle(self, worker: Worker) -> None:
+        """Note on its node that it lives, or does not any more."""
+        self.living_version += 1
+        here = self._of_node.setdefault(worker.node, {})
+        if worker.alive == (worker.number in here):
+            return
+        taken = self._taken.setdefault(worker.node, Counter())
+        if worker.alive:
+            here[worker.number] = worker
+            taken[worker.slot] += worker.slot >= 0
+        else:
+            del here[worker.number]
+            taken[worker.slot] -= worker.slot >= 0
+        if not taken[worker.slot]:
+            del taken[worker.slot]
 
     def free_slots(self) -> list[tuple[str, int]]:
         """Slots without a living process, in the order of their nodes' names: those for spares last, after
         them those on which a check failed; the quarantined are none."""
         failed = self.failed_checks
-        shut = frozenset(self.quarantined)
-        key = (self.living_version, tuple(self.slots.items()), len(self.late), sum(failed.values()), shut)
+        lost = frozenset(self.quarantined)
+        key = (self.living_version, self._offers, len(self.late), sum(failed.values()), lost)
         if self._free[0] != key:
-            taken = {(worker.node, worker.slot) for worker in self.alive()} | self.quarantined
+            nothing: Counter[int] = Counter()
+            taken = {node: self._taken.get(node, nothing) for node in self.slots}
+            having = [n for n, slots in self.slots.items() if len(taken[n]) < slots or n in self._shrunk]
             free = [
                 (node, slot)
-                for node in self.node_order()
+                for node in sorted(having, key=self._node_key)
                 for slot in range(self.slots[node])
-                if (node, slot) not in taken
+                if slot not in taken[node] and (node, slot) not in lost
             ]
             self._free = (key, sorted(free, key=lambda at: (self._for_spares(*at), failed[at])))
         return self._free[1]
 
     def node_order(self) -> list[str]:
         """Nodes as ranks are given out: by their places, then names (node2 before node10), those for spares last."""
-        places = self.ordinals
-        return sorted(
-            self.slots, key=lambda node: (node in self.late, places.get(node, len(self.slots)), natural(node))
-        )
+        return sorted(self.slots, key=self._node_key)
+
+    def _node_key(self, node: str) -> tuple[object, ...]:
+        return (node in self.late, self.ordinals.get(node, len(self.slots)), natural(node))
 
     def _for_spares(self, node: str, slot: int) -> bool:
         return node in self.late or 0 < self.ranks_per_node <= slot
 
     def of_node(self, node: str) -> list[Worker]:
         """The living workers of a node."""
-        return [worker for worker in self.alive() if worker.node == node]
+        return sorted(self._of_node.get(node, {}).values(), key=lambda worker: worker.number)
 
     def useful(self) -> list[Worker]:
         return self._standing_in(_USEFUL)

@@ -20,6 +20,8 @@ ASKED_AT_MOST = 3
 ASK_AGAIN_S = 1.0
 LATE_S = 0.5
 RETURN_GRACE_S = 5.0
+FEW_SUSPECTS = 32
+LOOK_INTERVAL_S = 0.1
 SILENT = "silent"
 # One step may be published by ranks that had passed its gate before the node fell silent.
 EVIDENT_STEPS = 2
@@ -80,14 +82,24 @@ def watch_nodes(state: JobState, now_s: float) -> None:
     if not state.suspected:
         state.watch_due_s = None
         return
+    if now_s < next_look_s(state):
+        return
     _excuse_lateness(state, now_s)
+    state.looked_s = now_s
     if state.ending is None and state.stopping is None and not state.finishing:
+        grace_s = _grace_s(state)
         for node in state.suspects():
             _look_at(state, node, now_s)
-            reason = _verdict(state, node, now_s)
+            reason = _verdict(state, node, now_s, grace_s)
             if reason is not None:
                 _give_up(state, node, reason, now_s)
     state.watch_due_s = min(watch_marks(state, now_s), default=None)
+
+
+def next_look_s(state: JobState) -> float:
+    """From when on suspects are looked at again: a few at every event, a whole cluster (a controller whose own
+    network is cut) not so often that nothing else is done."""
+    return state.looked_s + LOOK_INTERVAL_S if len(state.suspected) > FEW_SUSPECTS else state.looked_s
 
 
 def explains_complaint(state: JobState, now_s: float) -> bool:
@@ -104,7 +116,10 @@ def explains_complaint(state: JobState, now_s: float) -> bool:
 def watch_marks(state: JobState, now_s: float) -> list[float]:
     """When `watch_nodes` has something to do though nothing happens. What is past has been looked at."""
     config = state.config
+    if len(state.suspected) > FEW_SUSPECTS:
+        return [max(now_s, next_look_s(state))]
     marks: list[float | None] = []
+    grace_s = _grace_s(state)
     for node in state.suspects():
         if node.inquiry is not None:
             marks.append(node.inquiry.until_s)
@@ -112,7 +127,7 @@ def watch_marks(state: JobState, now_s: float) -> list[float]:
             marks += [_wait_until_s(state, node), _stalled_until_s(state, node), node.asked_s + ASK_AGAIN_S]
             seen_s = _unexplained_s(state)
             if seen_s is not None:
-                marks.append(max(node.since_s, seen_s) + _grace_s(state))
+                marks.append(max(node.since_s, seen_s) + grace_s)
     if state.complaint is not None and state.suspected:
         marks.append(state.complaint.seen_s + config.suspect_hold_s)
     return [mark for mark in marks if mark is not None and mark > now_s]
@@ -134,13 +149,13 @@ def _look_at(state: JobState, node: NodeFacts, now_s: float) -> None:
         _ask_others(state, node, now_s)
 
 
-def _verdict(state: JobState, node: NodeFacts, now_s: float) -> str | None:
+def _verdict(state: JobState, node: NodeFacts, now_s: float, grace_s: float) -> str | None:
     """Why the node is to be given up now; None: not yet, or not at all."""
     config = state.config
     if node.link is Link.DISCONNECTED:
         seen_s = _unexplained_s(state)
         blamed = seen_s is not None and _replaceable(state, node) and _complained_elsewhere(state, node)
-        if seen_s is not None and blamed and now_s >= max(node.since_s, seen_s) + _grace_s(state):
+        if seen_s is not None and blamed and now_s >= max(node.since_s, seen_s) + grace_s:
             return f"its agent's connection broke, and {_who_complains(state)}"
         if (stalled_s := _stalled_until_s(state, node)) is not None and now_s >= stalled_s:
             return f"its agent is gone, and the recovery under way waits for its ranks since {config.node_stalled_s:g} s"
@@ -230,7 +245,7 @@ def _replaceable(state: JobState, node: NodeFacts) -> bool:
 
 
 def _ranks_elsewhere(state: JobState, node: NodeFacts) -> bool:
-    return bool(state.member_nodes() - {node.name})
+    return any(name != node.name for name in state.member_nodes())
 
 
 def _excuse_lateness(state: JobState, now_s: float) -> None:

@@ -13,7 +13,7 @@ from keepstep.core.waiting import refill_later
 
 def agent_joined(state: JobState, event: AgentJoined, now_s: float) -> None:
     again = event.node in state.members.slots
-    state.members.slots[event.node] = event.slots
+    state.members.offer(event.node, event.slots)
     _know(state, event)
     state.absent.discard(event.node)
     known = state.members.workers
@@ -37,9 +37,10 @@ def agent_joined(state: JobState, event: AgentJoined, now_s: float) -> None:
 def _tell_again(state: JobState, node: str) -> None:
     """What was said while the agent could not hear, said again; a new one has yet to hear who is where."""
     forget_copies(state, node)
-    playing = set(state.current_members())
     for worker in state.members.of_node(node):
-        fenced = worker.standing is Standing.PLAYING and (worker.number not in playing or state.restarting)
+        fenced = worker.standing is Standing.PLAYING and (
+            worker.number not in state.places or state.restarting
+        )
         if worker.node == node and worker.standing is Standing.ENDING:
             state.kill(worker.number, f"worker {worker.number} should have ended")
         elif worker.node == node and fenced:
@@ -94,7 +95,7 @@ def node_lost(
         return
     state.say(f"node {node} is lost: {reason}", "error")
     state.absent.discard(node)
-    state.members.slots.pop(node, None)
+    state.members.withdraw(node)
     for worker in state.members.of_node(node):
         text = f"is lost with node {node} ({reason})"
         process_lost(state, worker, None, text, now_s, "node", first_evidence_s)

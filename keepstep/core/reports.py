@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 from keepstep.core.events import (
     Complained,
-    Resumed,
     VerdictReached,
 )
 from keepstep.core.job_state import Complaint, JobState
@@ -89,14 +88,17 @@ def verdict_reached(state: JobState, event: VerdictReached, now_s: float) -> Non
             state.incident.steps_lost += lost
 
 
-def resumed(state: JobState, event: Resumed, now_s: float) -> None:
-    if not counts(state, event.worker, event.generation) or state.newest is None:
+def resumed(state: JobState, generation: int, steps: Mapping[int, int], now_s: float) -> None:
+    """`steps`: worker -> committed steps."""
+    told = {number: step for number, step in steps.items() if counts(state, number, generation)}
+    if not told or state.newest is None:
         return
-    state.members.workers[event.worker].step = event.step
-    state.resumed.add(event.worker)
+    for number, step in told.items():
+        state.members.workers[number].step = step
+        if state.incident is not None:
+            state.incident.learn_resumed(number, state.rank_of(number), now_s)
+    state.resumed.update(told)
     state.start_failures = 0
-    if state.incident is not None:
-        state.incident.learn_resumed(event.worker, state.rank_of(event.worker), now_s)
     if len(state.resumed) < len(state.newest.ranks):
         return  # the usual case, as often as there are ranks
     if not state.resumed.issuperset(state.newest.ranks) or state.gone():
@@ -108,7 +110,7 @@ def resumed(state: JobState, event: Resumed, now_s: float) -> None:
     total_s = incident.total_s() or 0.0
     state.say(
         f"incident {incident.number} is over ({incident.resolution}) after {total_s:.3f} s: training goes on "
-        f"at step {event.step}; committed steps lost {incident.steps_lost}, "
+        f"at step {max(told.values())}; committed steps lost {incident.steps_lost}, "
         f"steps computed again {incident.steps_recomputed}"
     )
     retire_donors(state)

@@ -123,5 +123,19 @@ def _explain_rollback(votes: Sequence[Vote], checkpoint: Checkpoint | None) -> s
     return f"{why}: roll back to {where}"
 
 
+MOST_NAMED = 16  # every member sends this text on: of thousands only the runs are named
+
+
 def _ranks(ranks: Sequence[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+    """`ranks` ascending."""
+    if len(ranks) <= MOST_NAMED:
+        return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    named = [str(first) if first == last else f"{first}-{last}" for first, last in runs[:MOST_NAMED]]
+    others = sum(last - first + 1 for first, last in runs[MOST_NAMED:])
+    return f"ranks {', '.join(named)}" + (f" and {others} others" if others else "")

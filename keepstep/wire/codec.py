@@ -55,15 +55,13 @@ def encode(message: object) -> bytes:
     if MESSAGE_TYPES.get(cls.__name__) is not cls:
         raise WireError(f"{cls.__name__} is no message of the protocol")
     body = _schema(cls).encode(message)
-    return json.dumps({"type": cls.__name__, **body}, separators=(",", ":"), allow_nan=False).encode()
+    return _ENCODER.encode({"type": cls.__name__, **body}).encode()
 
 
 def decode(data: bytes) -> Any:
     """The message in `data`. Raises WireError with one line, whatever the bytes are."""
     try:
-        raw = json.loads(
-            data.decode("utf-8"), object_pairs_hook=_unique_keys, parse_constant=_refuse_constant
-        )
+        raw = _DECODER.decode(data.decode("utf-8"))
     except RecursionError:
         raise WireError("message is nested too deeply") from None
     except (UnicodeDecodeError, ValueError) as error:
@@ -373,3 +371,8 @@ def _short(text: str) -> str:
     """One line, bounded: a stranger's bytes must not flood or garble a log."""
     line = text.encode("ascii", "backslashreplace").decode().replace("\n", " ").replace("\r", " ")
     return line if len(line) <= _MAX_SHOWN else line[: _MAX_SHOWN - 3] + "..."
+
+
+# Made once: `json.loads` with arguments would build a new one for every message.
+_ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)

@@ -12,6 +12,7 @@ from keepstep.core.events import AgentJoined, Complained
 from keepstep.core.job import JobMachine
 from keepstep.core.worker import WorkerMachine, WorkerPhase
 from keepstep.core.worker_events import CollectiveFailed, CopyStarted, Interrupted, Publish
+from keepstep.sim.month import Month, MonthCluster
 from keepstep.sim.run import run_seed, sweep
 from keepstep.sim.story import FAULT_KINDS, NODE_KINDS, story_of
 
@@ -126,3 +127,10 @@ def test_a_broken_rule_is_found(mutant: type, finding: str) -> None:
             )
             return
     pytest.fail(f"{mutant.__name__} survived {MUTANT_SEEDS} seeds")
+
+
+def test_a_month_of_failures_at_many_times_the_published_rate() -> None:
+    came = MonthCluster(Month(ranks=512, spares=32, rate=20.0, days=10.0, replicas=8)).run()
+    assert came.failure_count > 20
+    assert came.incidents and came.stalled_s > 0
+    assert came.generations > came.incidents  # the first one is nobody's failure

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from keepstep.agent.outbox import Outbox
-from keepstep.core.events import Complained, Event, NodeProgressed, Resumed, WorkerExited
+from keepstep.core.events import Complained, Event, NodeProgressed, NodeResumed, Resumed, WorkerExited
 
 
 def progress(step: int, *workers: int, generation: int = 0) -> NodeProgressed:
@@ -60,5 +60,28 @@ def test_an_event_stays_until_it_was_sent() -> None:
         outbox.put(progress(2))  # replaced while it was being sent: the newer one is still to come
         outbox.done(ticket)
         assert await drained(outbox) == [progress(2)]
+
+    asyncio.run(story())
+
+
+def test_workers_that_return_together_are_told_as_one_and_nothing_else_waits_for_them() -> None:
+    async def story() -> None:
+        outbox = Outbox()
+        back = [Resumed(worker=worker, generation=1, step=4) for worker in range(3)]
+        outbox.put(back[0])
+        others = asyncio.create_task(outbox.next("a", others_s=60))
+        await asyncio.sleep(0)
+        outbox.put(back[1])
+        ended = WorkerExited(worker=9, status=-9)
+        outbox.put(ended)  # ends the wait of a minute at once
+        outbox.put(back[2])
+        tickets, event = await asyncio.wait_for(others, 20)
+        assert event == NodeResumed(node="a", generation=1, steps={0: 4, 1: 4})
+        outbox.done(*tickets)
+        tickets, event = await outbox.next("a", others_s=60)
+        assert event == ended
+        outbox.done(*tickets)
+        tickets, event = await outbox.next("a", others_s=0)
+        assert event == back[2]
 
     asyncio.run(story())
