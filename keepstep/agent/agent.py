@@ -37,7 +37,7 @@ from keepstep.agent.workers import Worker, Workers
 from keepstep.core.actions import FOR_ONE_WORKER, Announce, KillWorker, Probe, Release, StandBy, StartWorker
 from keepstep.core.agent import Suspicion
 from keepstep.core.events import Event, UsageRefused, WorkerExited
-from keepstep.core.job_state import say_status
+from keepstep.core.process_status import say_status
 from keepstep.errors import UsageError, WireError
 from keepstep.wire.messages import (
     PROTOCOL_VERSION,

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from keepstep.core.events import WorkerFinished
-from keepstep.core.job_state import JobState, exit_code_of, say_status
+from keepstep.core.job_state import JobState
 from keepstep.core.membership import Worker
+from keepstep.core.process_status import exit_code_of, say_status
 
 LEFT_THE_LOOP = "DONE"  # the page's name for it
 CURE = " (work handed to run.finish() is protected: a replacement does it)"

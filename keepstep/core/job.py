@@ -49,7 +49,7 @@ from keepstep.core.events import (
 )
 from keepstep.core.health_events import SignalSeen
 from keepstep.core.job_config import JobConfig
-from keepstep.core.job_state import Ending, JobState, say_status
+from keepstep.core.job_state import Ending, JobState
 from keepstep.core.keeping import keeper_missed, keeper_regained
 from keepstep.core.losses import USAGE_EXIT_CODE, member_lost, process_lost
 from keepstep.core.membership import Standing, Worker
@@ -74,6 +74,7 @@ from keepstep.core.node_watch import (
 from keepstep.core.nodes import agent_joined, miss_absent, node_lost
 from keepstep.core.observing import observe_hardware, observe_suspect
 from keepstep.core.policy_acts import pursue_policy, signal_seen
+from keepstep.core.process_status import say_status
 from keepstep.core.protection import fingerprint_taken, self_check_failed, self_check_passed
 from keepstep.core.recovery import next_deadline_s, pursue
 from keepstep.core.replica_rules import replicas, state_described

@@ -5,7 +5,6 @@ The rules that decide stand in `recovery`; the events that bring facts are taken
 
 from __future__ import annotations
 
-import signal
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -379,24 +378,3 @@ class JobState:
         self.say(reason, "info" if exit_code == 0 else "error")
         self.over = EndJob(exit_code=exit_code, reason=reason)
         self.actions.append(self.over)
-
-
-def exit_code_of(status: int | None) -> int:
-    """The shell's exit code for a process status: 128 + signal, and 1 when it is unknown."""
-    if status is None:
-        return 1
-    return status if status >= 0 else 128 - status
-
-
-def say_status(status: int | None, oom_killed: bool = False) -> str:
-    """A process status in words; None: nobody was there to see it."""
-    why = " (the kernel ran out of memory)" if oom_killed else ""
-    if status is None:
-        return "is gone" + why
-    if status >= 0:
-        return f"exited with code {status}"
-    try:
-        name = signal.Signals(-status).name
-    except ValueError:
-        name = f"signal {-status}"
-    return f"was ended by {name}" + why

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from keepstep.core.incident import Victim
-from keepstep.core.job_state import Complaint, JobState, exit_code_of
+from keepstep.core.job_state import Complaint, JobState
 from keepstep.core.membership import Standing, Worker
 from keepstep.core.observing import UNWOUND_EXIT_CODE
+from keepstep.core.process_status import exit_code_of
 from keepstep.core.waiting import refill_later
 
 USAGE_EXIT_CODE = 2

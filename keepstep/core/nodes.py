@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from keepstep.core.events import AgentJoined
-from keepstep.core.job_state import Complaint, JobState, say_status
+from keepstep.core.job_state import Complaint, JobState
 from keepstep.core.losses import process_lost
 from keepstep.core.membership import Standing, Worker
 from keepstep.core.moves import forget_copies
 from keepstep.core.node_facts import Link, NodeFacts
+from keepstep.core.process_status import say_status
 from keepstep.core.waiting import refill_later
 
 

@@ -12,9 +12,10 @@ from typing import Any
 from keepstep.core.events import WorkerSuspected
 from keepstep.core.generations import vacant_ranks
 from keepstep.core.incident import Incident, Victim
-from keepstep.core.job_state import JobState, exit_code_of
+from keepstep.core.job_state import JobState
 from keepstep.core.membership import Worker
 from keepstep.core.placement import heirs
+from keepstep.core.process_status import exit_code_of
 
 UNWOUND_EXIT_CODE = 78  # a worker ended because its collectives failed: a consequence, not a cause
 
