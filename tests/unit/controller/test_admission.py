@@ -21,7 +21,7 @@ from keepstep.core.types import Generation
 from keepstep.wire.codec import encode
 from keepstep.wire.messages import AgentHello
 from keepstep.wire.tokens import read_token
-from tests.unit.controller.test_shell import END, HELLO, TOKEN, Job, ScriptedMachine, agent, play, until
+from tests.unit.controller.scripted import END, HELLO, TOKEN, Job, ScriptedMachine, agent, play, until
 
 BEGIN = (
     act.StartWorker(worker=4, node="n", slot=0, reason="first"),

@@ -11,7 +11,7 @@ from keepstep.core import actions as act
 from keepstep.core import events as evt
 from keepstep.wire.codec import encode
 from keepstep.wire.messages import Heartbeat, Stop
-from tests.unit.controller.test_shell import END, HELLO, Job, ScriptedMachine, agent, heard, play, until
+from tests.unit.controller.scripted import END, HELLO, Job, ScriptedMachine, agent, heard, play, until
 
 
 def test_an_agent_that_says_nothing_any_more_is_not_waited_for(tmp_path: Path) -> None:

@@ -5,7 +5,17 @@ from __future__ import annotations
 from typing import TypeVar
 
 from keepstep.core.actions import Action, Announce, Persist, Say
-from keepstep.core.events import AgentJoined, Event, Progressed, Resumed, Ticked, WorkerExited, WorkerParked
+from keepstep.core.events import (
+    AgentJoined,
+    Complained,
+    Event,
+    Progressed,
+    Resumed,
+    Ticked,
+    VerdictReached,
+    WorkerExited,
+    WorkerParked,
+)
 from keepstep.core.job import JobConfig, JobMachine
 from keepstep.core.types import Generation
 
@@ -76,3 +86,23 @@ def training(published: int = 5, **config) -> Job:
     job = started(**config)
     job.tell(Progressed(worker=0, generation=0, step=published, published=published))
     return job
+
+
+def complain(job: Job, worker: int, generation: int | None = None, **more):
+    number = job.generation.number if generation is None else generation
+    return job.tell(Complained(worker=worker, generation=number, reason="connection closed", **more))
+
+
+def learn(job: Job, worker: int, target: int | None, course: str = "keep", **more):
+    return job.tell(
+        VerdictReached(
+            worker=worker,
+            generation=job.generation.number,
+            target=target,
+            course=course,
+            reason="as voted",
+            connect_s=0.02,
+            vote_s=0.01,
+            **more,
+        )
+    )
