@@ -115,12 +115,11 @@ def harmed_job(
     *,
     ranks: int,
     spares: int,
-    until: int,
     symmetric: bool = True,
 ) -> Story:
     """Run a job to its end through all harms. Never raises: what failed is in the story."""
-    whole = (*arguments, "--until", str(until))
-    undisturbed = reference(references, whole, ranks).reports
+    undisturbed = reference(references, arguments, ranks).reports
+    until = int(arguments[arguments.index("--until") + 1])
     placed = place(harms, until)
     faults = [fault for one in placed for fault in one.faults]
     permit, story = folder / "permit", Story(folder / "run")
@@ -129,7 +128,7 @@ def harmed_job(
     quoted = "[" + ", ".join(f'"{fault}"' for fault in faults) + "]"
     with LaunchedJob(
         SCRIPT,
-        [*whole, *more],
+        [*arguments, *more],
         ranks=ranks,
         spares=spares,
         run_dir=story.run_dir,

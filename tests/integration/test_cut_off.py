@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from tests.integration.jobs import reference
+from tests.integration.jobs import DDP, HOT, reference
 from tests.integration.nodes import Cluster, Node, assert_ended_well, cluster, network, permit
 
-DDP = ("--parallel", "ddp", "--norm", "--samples", "960", "--until", "60", "--step-s", "0.02", "--symmetric")
+TRAINED = (*DDP, *HOT, "--step-s", "0.02")
 EVERY_STEP = {"KEEPSTEP_FINGERPRINT": "steps"}
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
@@ -61,10 +61,10 @@ def test_a_node_that_is_cut_one_way_is_replaced(
     references: Path, tmp_path: Path, victim: str, way: str
 ) -> None:
     """node0 plays rank 0 and holds the store of the generation."""
-    undisturbed = reference(references, DDP, 4)
+    undisturbed = reference(references, TRAINED, 4)
     with (
         network() as wires,
-        cluster(tmp_path, DDP, spares=2, permitted=6, network=wires, environment=EVERY_STEP) as job,
+        cluster(tmp_path, TRAINED, spares=2, permitted=6, network=wires, environment=EVERY_STEP) as job,
     ):
         job.wait_for_spares(["hot", "hot"])
         permit(tmp_path, 1000)
@@ -82,10 +82,10 @@ def test_a_node_that_is_cut_one_way_is_replaced(
 def test_a_node_is_cut_off_for_three_seconds_and_may_only_come_back_with_new_workers(
     references: Path, tmp_path: Path
 ) -> None:
-    undisturbed = reference(references, DDP, 4)
+    undisturbed = reference(references, TRAINED, 4)
     with (
         network() as wires,
-        cluster(tmp_path, DDP, spares=2, permitted=6, network=wires, environment=EVERY_STEP) as job,
+        cluster(tmp_path, TRAINED, spares=2, permitted=6, network=wires, environment=EVERY_STEP) as job,
     ):
         job.wait_for_spares(["hot", "hot"])
         node = job.nodes["node1"]
@@ -121,12 +121,12 @@ def test_a_node_that_stays_cut_off_ends_its_workers_and_is_welcome_when_it_comes
     references: Path, tmp_path: Path
 ) -> None:
     """The node of rank 0 and the store; it is alone for longer than the time that it may be alone."""
-    undisturbed = reference(references, DDP, 4)
+    undisturbed = reference(references, TRAINED, 4)
     with (
         network() as wires,
         cluster(
             tmp_path,
-            DDP,
+            TRAINED,
             spares=2,
             permitted=6,
             network=wires,

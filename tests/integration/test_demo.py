@@ -15,7 +15,7 @@ import pytest
 from tests.integration.test_from_outside import wait_for
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-FEW_STEPS = "30"
+FEW_STEPS = "20"
 PNG = b"\x89PNG\r\n\x1a\n"
 LIMIT_S = 400
 WORKERS_MARK = "LOCAL_RANK"  # torchrun and Keepstep both set it for what they start

@@ -10,18 +10,19 @@ from pathlib import Path
 import pytest
 
 from tests.integration.harmed import Harm, Story, harmed_job
+from tests.integration.jobs import DDP, HSDP
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
 
 class Ddp:
-    arguments = ("--parallel", "ddp", "--aside", "--norm", "--epochs", "99")
+    arguments = DDP
     ranks = 3
     epoch = 16  # steps
 
 
 class Hsdp:
-    arguments = ("--parallel", "hsdp", "--aside", "--epochs", "99")
+    arguments = HSDP
     ranks = 4
     epoch = 12
 
@@ -79,7 +80,6 @@ class Moments:
             moments(cls.epoch),
             ranks=cls.ranks,
             spares=2,
-            until=96,
         )
 
     @pytest.mark.parametrize("moment", MOMENTS)
@@ -140,7 +140,6 @@ class Together:
             [*harms, *cls.more],
             ranks=cls.ranks,
             spares=2,
-            until=48,
         )
 
     @pytest.mark.parametrize("name", TOGETHER)
@@ -207,7 +206,6 @@ class Starts:
             ],
             ranks=cls.ranks,
             spares=cls.spares,
-            until=24,
             symmetric=False,
         )
 

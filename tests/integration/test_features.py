@@ -47,11 +47,10 @@ def harmed(feature: Feature, harms: list[Harm], references: Path, tmp_path: Path
     story = harmed_job(
         tmp_path,
         references,
-        feature.arguments,
+        (*feature.arguments, "--until", str(feature.until)),
         harms,
         ranks=feature.ranks,
         spares=2,
-        until=feature.until,
     )
     for harm in harms:
         story.assert_cost_nothing(harm.name)

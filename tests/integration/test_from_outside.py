@@ -16,10 +16,10 @@ import psutil
 
 from keepstep.cli.reports import read_reports
 from keepstep.controller.rundir import RunDirectory
-from tests.integration.jobs import Job, assert_identical, command, environment, reference, run_job
+from tests.integration.jobs import DDP, Job, assert_identical, command, environment, reference, run_job
 from tests.integration.nodes import permit
 
-DDP = ("--parallel", "ddp", "--until", "60", "--step-s", "0.05", "--workers", "1")
+WITH_LOADER = (*DDP, "--step-s", "0.05", "--workers", "1")
 WAIT_S = 60.0
 
 
@@ -99,9 +99,11 @@ def test_a_loader_worker_a_spare_and_a_rank_are_harmed_and_only_the_rank_is_repl
     references: Path, tmp_path: Path
 ) -> None:
     """In one job. The rank is stopped, and continued after its fencing: it changes nothing any more."""
-    undisturbed = reference(references, DDP, 2)
+    undisturbed = reference(references, WITH_LOADER, 2)
     permit(tmp_path, 8)
-    with running(tmp_path / "run", (*DDP, "--permit", str(tmp_path / "permit")), ranks=2, spares=1) as job:
+    with running(
+        tmp_path / "run", (*WITH_LOADER, "--permit", str(tmp_path / "permit")), ranks=2, spares=1
+    ) as job:
         wait_for(lambda: job.steps() >= 8, "eight steps")
         loaders = job.worker(1).children(recursive=True)
         assert loaders, "the rank has no loader worker"

@@ -18,7 +18,7 @@ import pytest
 from keepstep.cli.source import NoAnswer, request, status_of
 from keepstep.controller.rundir import RunDirectory
 from keepstep.errors import UsageError
-from tests.integration.jobs import Job, assert_identical, command, environment, reference
+from tests.integration.jobs import DDP, HOT, HSDP, Job, assert_identical, command, environment, reference
 
 HELD, FREE = 8, 1_000_000
 WAIT_S = 90.0
@@ -104,17 +104,18 @@ def migrations(job: Job) -> list[dict[str, Any]]:
     return [body for body in job.ledger("incident_closed") if body["cause"] == "migration"]
 
 
-STEPS = ("--samples", "4000", "--until", "90", "--step-s", "0.05")
+PACE = ("--step-s", "0.05")
+ALONE = ("--parallel", "plain", "--clip", "--scaler", "--augment", "--samples", "4000", "--until", "90")
 CASES = {
-    "ddp, a hot spare": (("--parallel", "ddp", "--symmetric", *STEPS), 2, "hot", 1),
+    "ddp, a hot spare": ((*DDP, *HOT, *PACE), 2, "hot", 1),
     "hsdp, a warm spare, a loader and dropped samples": (
-        ("--parallel", "hsdp", "--augment", *STEPS),
+        (*HSDP, *PACE),
         4,
         "warm",
         2,
     ),
     "one rank, whose state has no replica": (
-        ("--parallel", "plain", "--clip", "--scaler", *STEPS),
+        (*ALONE, *PACE),
         1,
         "warm",
         0,
@@ -194,7 +195,7 @@ def test_a_source_that_dies_on_the_way_is_a_crash_and_its_target_takes_over(
 
 
 def test_what_cannot_be_moved_is_one_line(tmp_path: Path) -> None:
-    with moving(tmp_path, ("--parallel", "plain", *STEPS), ranks=1, spares=0) as job:
+    with moving(tmp_path, (*ALONE, *PACE), ranks=1, spares=0) as job:
         job.wait_for(lambda s: s["step"] >= HELD, "the first steps")
         for body, text in (
             ({"rank": 7}, "there is no rank 7: this job has ranks 0 to 0"),

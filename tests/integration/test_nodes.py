@@ -9,16 +9,15 @@ from pathlib import Path
 import pytest
 
 from keepstep.cli.reports import kill_to_next_new_step_s
-from tests.integration.jobs import reference
+from tests.integration.jobs import DDP, HOT, HSDP, reference
 from tests.integration.nodes import assert_ended_well, cluster, permit
 
-DDP = ("--parallel", "ddp", "--norm", "--samples", "640", "--until", "40", "--step-s", "0.02", "--symmetric")
-HSDP = ("--parallel", "hsdp", "--samples", "640", "--until", "40", "--step-s", "0.02", "--symmetric")
+PACE = (*HOT, "--step-s", "0.02")
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
 
-@pytest.mark.parametrize("arguments", [DDP, HSDP], ids=["ddp", "hsdp"])
+@pytest.mark.parametrize("arguments", [(*DDP, *PACE), (*HSDP, *PACE)], ids=["ddp", "hsdp"])
 def test_a_killed_node_is_replaced_bit_for_bit(
     references: Path, tmp_path: Path, arguments: tuple[str, ...]
 ) -> None:
@@ -37,7 +36,7 @@ def test_a_killed_node_is_replaced_bit_for_bit(
 
 def test_a_controller_that_stands_still_raises_no_alarm(references: Path, tmp_path: Path) -> None:
     undisturbed = reference(references, DDP, 4)
-    with cluster(tmp_path, DDP, spares=2, permitted=6) as job:
+    with cluster(tmp_path, (*DDP, *PACE), spares=2, permitted=6) as job:
         job.wait_for_spares(["hot", "hot"])
         job.signal_controller(signal.SIGSTOP)
         permit(tmp_path, 1000)

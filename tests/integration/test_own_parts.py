@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from keepstep.controller.ledger import LedgerReader
-from tests.integration.jobs import reference
+from tests.integration.jobs import DDP, HOT, reference
 from tests.integration.nodes import Cluster, assert_ended_well, cluster, permit
 
-DDP = ("--parallel", "ddp", "--norm", "--samples", "960", "--until", "80", "--step-s", "0.02", "--symmetric")
+TRAINED = (*DDP, *HOT, "--step-s", "0.02")
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
@@ -39,8 +39,8 @@ def steps_go_on(job: Cluster) -> None:
 def test_an_agent_is_killed_and_its_successor_looks_after_the_same_workers(
     references: Path, tmp_path: Path
 ) -> None:
-    undisturbed = reference(references, DDP, 3)
-    with cluster(tmp_path, DDP, nodes=1, ranks_per_node=3, spares=2, permitted=6) as job:
+    undisturbed = reference(references, TRAINED, 3)
+    with cluster(tmp_path, TRAINED, nodes=1, ranks_per_node=3, spares=2, permitted=6) as job:
         job.wait_for_spares(["hot", "hot"])
         node = job.nodes["node0"]
         workers = node.workers()
@@ -73,8 +73,8 @@ def test_an_agent_is_killed_and_its_successor_looks_after_the_same_workers(
 
 
 def test_a_controller_is_stopped_then_killed_and_training_goes_on(references: Path, tmp_path: Path) -> None:
-    undisturbed = reference(references, DDP, 3)
-    with cluster(tmp_path, DDP, nodes=1, ranks_per_node=3, spares=1, permitted=6) as job:
+    undisturbed = reference(references, TRAINED, 3)
+    with cluster(tmp_path, TRAINED, nodes=1, ranks_per_node=3, spares=1, permitted=6) as job:
         job.wait_for_spares(["hot"])
         steps_go_on(job)
         job.signal_controller(signal.SIGSTOP)
@@ -110,7 +110,7 @@ def test_a_controller_is_stopped_then_killed_and_training_goes_on(references: Pa
 
 
 def test_a_node_that_stays_alone_ends_even_ranks_that_stand_in_a_collective(tmp_path: Path) -> None:
-    with cluster(tmp_path, DDP, nodes=1, ranks_per_node=2, spare_nodes=0) as job:
+    with cluster(tmp_path, TRAINED, nodes=1, ranks_per_node=2, spare_nodes=0) as job:
         node = job.nodes["node0"]
         node.end()
         node.start("--isolation-timeout", "2")

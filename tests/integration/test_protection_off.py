@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.jobs import Job, assert_identical, command, environment, reference, run_job
+from tests.integration.jobs import DDP, HOT, Job, assert_identical, command, environment, reference, run_job
 from tests.unit.controller.test_webhook import Receiver
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
@@ -21,8 +21,8 @@ PLAIN = ("--epochs", "1", "--samples", "96", "--symmetric")
 
 
 def test_observing_changes_no_step(tmp_path: Path, references: Path) -> None:
-    job = run_job(tmp_path / "run", PLAIN, ranks=2, spares=1, options=["--mode", "observe"])
-    assert_identical(reference(references, PLAIN, 2), job)
+    job = run_job(tmp_path / "run", (*DDP, *HOT), ranks=2, spares=1, options=["--mode", "observe"])
+    assert_identical(reference(references, DDP, 2), job)
 
 
 def test_the_first_death_ends_an_observed_job_and_the_incident_says_what_was_not_done(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -9,15 +10,27 @@ import pytest
 from tests.integration.jobs import run_job
 
 HEAD = """
-import torch, torch.distributed as dist, keepstep
+import sys, torch, torch.distributed as dist, keepstep
 from torch import nn
+from keepstep.errors import UsageError
+from keepstep.trainer.ends import own_line
 run = keepstep.init()
 model = nn.Linear(4, 4)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def protect(done=[]):
+    if not done:
+        done.append(run.protect(model=model, optimizer=optimizer))
 def update():
     optimizer.zero_grad(); model(torch.ones(2, 4)).sum().backward(); optimizer.step()
 """
-PROTECT = "run.protect(model=model, optimizer=optimizer)\n"
+CAUGHT = """
+try:
+{body}
+    sys.exit("was not refused")
+except UsageError as error:
+    print(f"keepstep: refused: {{own_line(error.__traceback__)}}: {{error}}", file=sys.stderr)
+"""
+PROTECT = "protect()\n"
 
 REFUSED = {
     "a collective after the gate": (
@@ -91,15 +104,29 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_is_refused_with_one_clear_line(name: str, tmp_path: Path) -> None:
-    body, expected = REFUSED[name]
+# A job for each, except where a refusal leaves everything as it was: there the script may catch it and be refused again.
+SHARED = (
+    "a second init",
+    "an object without state",
+    "a loop without an end",
+    "an iterable dataset",
+    "protecting after the loop began",
+)
+JOBS = (SHARED, *((name,) for name in REFUSED if name not in SHARED))
+
+
+@pytest.mark.parametrize("names", JOBS, ids="; ".join)
+def test_is_refused_with_one_clear_line(names: tuple[str, ...], tmp_path: Path) -> None:
+    """Nobody catches the last one."""
     script = tmp_path / "script.py"
-    script.write_text(HEAD + body)
+    *caught, last = (REFUSED[name][0] for name in names)
+    tried = (CAUGHT.format(body=textwrap.indent(body, "    ")) for body in caught)
+    script.write_text("".join((HEAD, *tried, last)))
     job = run_job(tmp_path / "run", [str(script)], ranks=1)
     assert job.status == 2, job.output + job.worker_log()
     refusals = [line for line in job.worker_log().splitlines() if line.startswith("keepstep: refused:")]
-    assert len(refusals) == 1, job.worker_log()
-    assert expected in refusals[0]
-    assert "script.py:" in refusals[0]
-    assert expected in job.output
+    assert len(refusals) == len(names), job.worker_log()
+    for refusal, name in zip(refusals, names, strict=True):
+        assert REFUSED[name][1] in refusal
+        assert "script.py:" in refusal
+    assert REFUSED[names[-1]][1] in job.output

@@ -13,11 +13,11 @@ import pytest
 from keepstep.cli.cluster import Cluster
 from keepstep.wire.tls import TlsFiles
 from tests.certificates import Authority
-from tests.integration.jobs import reference
+from tests.integration.jobs import DDP, HOT, reference
 from tests.integration.nodes import assert_ended_well, cluster, permit
 
 FAKE = Path(__file__).with_name("fake_worker.py")
-DDP = ("--parallel", "ddp", "--samples", "640", "--until", "30", "--step-s", "0.02", "--symmetric")
+TRAINED = (*DDP, *HOT, "--step-s", "0.02")
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
@@ -90,10 +90,10 @@ def test_every_stranger_gets_one_clear_line(waiting: Cluster, own: Authority, tm
 def test_a_whole_job_runs_over_tls_and_no_command_line_shows_the_token(
     references: Path, tmp_path: Path, own: Authority
 ) -> None:
-    undisturbed = reference(references, DDP, 2)
+    undisturbed = reference(references, TRAINED, 2)
     # One certificate for every node: nodes are told apart by address and token.
     environment = own.issue("everybody", ["127.0.0.1"]).environment()
-    with cluster(tmp_path, DDP, ranks_per_node=1, spares=1, permitted=6, environment=environment) as job:
+    with cluster(tmp_path, TRAINED, ranks_per_node=1, spares=1, permitted=6, environment=environment) as job:
         job.wait_for_spares(["hot"])
         words = [word for process in psutil.process_iter() for word in _command_line(process)]
         assert str(job.token_file) in words and not any(job.token in word for word in words)

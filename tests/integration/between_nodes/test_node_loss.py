@@ -22,11 +22,9 @@ from keepstep.core.events import (
     WorkerFinished,
 )
 from keepstep.wire.messages import PeerFetch
-from tests.integration.jobs import SCRIPT, reference
+from tests.integration.jobs import DDP, SCRIPT, reference
 
 pytestmark = pytest.mark.integration
-
-DDP = ("--parallel", "ddp", "--aside", "--until", "24", "--norm")  # as in test_failures: one reference
 
 
 def listening(pid: int) -> set[str]:
@@ -51,7 +49,7 @@ def test_the_record_of_a_killed_node_is_on_its_keeper_and_the_rank_goes_on_bit_f
     nodes: Any, references: Path
 ) -> None:
     async def story() -> None:
-        spec = {"script": str(SCRIPT), "args": (*DDP, "--step-s", "0.05"), "world_size": 2}
+        spec = {"script": str(SCRIPT), "args": (*DDP, "--step-s", "0.02"), "world_size": 2}
         async with nodes(**spec) as n:
             for number, node in enumerate(("a", "b", "c")):
                 await n.add(node, f"127.0.0.{number + 2}", labels={"rack": node})
