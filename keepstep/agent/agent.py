@@ -254,6 +254,7 @@ class Agent:
             case KillWorker():
                 worker = self._workers.get(action.worker)
                 if worker is not None and worker.alive:
+                    self._witness.about_to_kill(worker)
                     self._spawn(self._kill(worker, action))
             case Probe():
                 self._peers.probe(action, self._controller.send)

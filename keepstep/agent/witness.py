@@ -31,13 +31,14 @@ from keepstep.agent.rings import Rings, for_comparison, in_full, monotonic_offse
 from keepstep.agent.workers import Worker, Workers
 from keepstep.core.actions import Announce
 from keepstep.core.events import WorkerExited
-from keepstep.wire.ring import waits_since_ns
+from keepstep.wire.ring import waited_ns
 
 # Whoever has been in one collective for longer than this is asked for its stacks.
 LONG_WAIT_S = 0.3
 NOTE_DELAY_S = 0.05
 KEPT_MOMENTS = 4
 LOG_TAIL_BYTES = 16 << 10
+FRESH_S = 2.0  # how they stood when a suspect was about to be killed still counts at the announcement
 _WAITING_PHASES = frozenset({"GATE", "WAITING"})
 
 log = logging.getLogger(__name__)
@@ -108,8 +109,18 @@ class Witness:
         """Before workers hear of a newer generation: how they stood, and which lines belong to the older one."""
         newest = self._announcements.generation
         if newest is not None and announce.generation.number > newest:
-            self.freeze()
+            moment = self._moments.get(newest)
+            if moment is None or time.time() - moment.taken_s > FRESH_S:
+                self.freeze()
         self.log_times.announced(announce.generation)
+
+    def about_to_kill(self, worker: Worker) -> None:
+        """A suspected member is to end: those who wait for it are looked at before its death sets them free."""
+        newest = self._announcements.newest
+        if newest is None or worker.suspected_since_s is None:
+            return
+        if newest.generation.rank_of(worker.number) is not None:
+            self.freeze()
 
     def ended(self, worker: int, status: int | None) -> None:
         """A worker's process is gone."""
@@ -207,8 +218,7 @@ class Witness:
         page, phase = worker.page, phase_name(worker.page)
         phase_s = (time.monotonic_ns() - page.phase_since_ns) / 1e9
         copied = self._rings.copy(worker.number)
-        since_ns = waits_since_ns(copied) if copied else None
-        waited_s = 0.0 if since_ns is None else (time.monotonic_ns() - since_ns) / 1e9
+        waited_s = waited_ns(copied, time.monotonic_ns()) / 1e9 if copied else 0.0
         if phase in _WAITING_PHASES:
             waited_s = max(waited_s, phase_s)
         known = self.evidence.known.get(worker.number, {})

@@ -260,14 +260,19 @@ def read(copied: bytes) -> list[GroupLog]:
     return [log for log in logs if log.size]  # without a size: made, and never connected
 
 
-def waits_since_ns(copied: bytes) -> int | None:
-    """When the newest call of any group began, if its end is not known; None when it has ended (or none was)."""
+def waited_ns(copied: bytes, now_ns: int) -> int:
+    """How long the newest call of any group has lasted: until now, if its end is not known, or until it failed.
+
+    0 when it has ended well, or when there was none.
+    """
     newest, ended = 0, 0
     for at in range(mmap.PAGESIZE + _SECTION_HEAD_BYTES, len(copied), _SECTION_BYTES):
         for _, _, entered, end, _, place in _ENTRY.iter_unpack(copied[at : at + _SLOTS * _ENTRY.size]):
             if place and entered > newest:
                 newest, ended = entered, end
-    return newest if newest and not ended else None
+    if ended & _FAILED:
+        return (ended & ~_FAILED) - newest
+    return now_ns - newest if newest and not ended else 0
 
 
 def _read_section(copied: bytes, at: int) -> GroupLog:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import pytest
 from keepstep.errors import WireError
 from keepstep.trainer import solo
 from keepstep.wire import ring as rings
-from keepstep.wire.ring import CODES, KEPT_CALLS, MAX_GROUPS, Ring, group_label, read, waits_since_ns
+from keepstep.wire.ring import CODES, KEPT_CALLS, MAX_GROUPS, Ring, group_label, read, waited_ns
 
 
 @pytest.fixture
@@ -96,17 +97,32 @@ def test_groups_beyond_the_room_go_unrecorded(made: Ring) -> None:
     assert made.add_group() is None
 
 
+def waited(ring: Ring) -> int:
+    return waited_ns(ring.copy(), time.monotonic_ns())
+
+
 def test_who_waits_is_told_by_the_newest_call_alone(made: Ring) -> None:
-    assert waits_since_ns(made.copy()) is None
+    assert waited(made) == 0
     group = made.add_group()
     assert group is not None
     group.begin(0, "k", "0-1", 2, 0)
-    assert waits_since_ns(made.copy()) is None
+    assert waited(made) == 0
     forgotten = group.enter(CODES["allreduce"], 4)
-    assert waits_since_ns(made.copy())
+    assert 0 < waited(made) < waited(made)
     group.ended(group.enter(CODES["allreduce"], 4))
-    assert waits_since_ns(made.copy()) is None
+    assert waited(made) == 0
     group.ended(forgotten)
+
+
+def test_a_call_that_failed_was_waited_for_until_then(made: Ring) -> None:
+    group = made.add_group()
+    assert group is not None
+    group.begin(0, "k", "0-1", 2, 0)
+    group.failed(group.enter(CODES["allreduce"], 4))
+    (call,) = read(made.copy())[0].calls
+    assert waited(made) == waited(made) == call.ended_ns - call.entered_ns > 0
+    group.ended(group.enter(CODES["allreduce"], 4))
+    assert waited(made) == 0
 
 
 def test_a_killed_writer_leaves_its_calls(tmp_path: Path) -> None:
@@ -134,7 +150,7 @@ def test_a_file_that_is_no_ring_is_refused(tmp_path: Path) -> None:
 def test_rubbish_is_read_without_an_error() -> None:
     rubbish = os.urandom(2 * rings._SECTION_BYTES + 4096)
     read(rubbish)
-    waits_since_ns(rubbish)
+    waited_ns(rubbish, time.monotonic_ns())
     assert read(b"") == []
 
 
