@@ -110,7 +110,6 @@ SHARED = (
     "an object without state",
     "a loop without an end",
     "an iterable dataset",
-    "protecting after the loop began",
 )
 JOBS = (SHARED, *((name,) for name in REFUSED if name not in SHARED))
 
