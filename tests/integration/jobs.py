@@ -25,7 +25,7 @@ DDP = ("--parallel", "ddp", "--aside", "--norm", "--epochs", "99", "--until", st
 HSDP = ("--parallel", "hsdp", "--aside", "--epochs", "99", "--until", str(STEPS))
 HOT = ("--symmetric",)
 # Flags of the script that change no loss and no byte of the state, and how many words each takes.
-NOT_COMPUTED = {"--symmetric": 1, "--step-s": 2, "--workers": 2}
+NOT_COMPUTED = {"--symmetric": 1, "--step-s": 2}
 
 
 @dataclass(frozen=True, slots=True)
