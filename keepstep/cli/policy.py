@@ -104,19 +104,18 @@ def _signals(path: Any) -> list[tuple[float, SignalSeen, int | None]]:
 
 def _signal(value: Any) -> tuple[float, SignalSeen, int | None]:
     """One line: `at_s`, the signal's fields, and `rank` where it is known."""
-    from keepstep.core.health_events import SEVERITIES, SignalSeen
+    from keepstep.core.health_events import NUMBERS, SEVERITIES, TEXTS, WHOLE, SignalSeen
 
     if not isinstance(value, dict):
         raise ValueError("expected a JSON object")
     body = dict(value)
     at_s, rank = body.pop("at_s"), body.pop("rank", None)
-    texts, whole, numbers = ("node", "source", "kind", "severity", "device", "detail"), ("slot", "code"), ("value", "limit", "age_s")  # fmt: skip
     for name, one in (*body.items(), ("at_s", at_s), ("rank", rank)):
-        if name in texts:
+        if name in TEXTS:
             fine = isinstance(one, str)
-        elif name in whole or name == "rank":
+        elif name in WHOLE or name == "rank":
             fine = one is None or (type(one) is int and one >= 0)
-        elif name in (*numbers, "at_s"):
+        elif name in (*NUMBERS, "at_s"):
             fine = type(one) in (int, float) or (one is None and name in ("value", "limit"))
         else:
             raise ValueError(f"unknown field {name!r}")

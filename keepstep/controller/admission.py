@@ -134,10 +134,8 @@ class Admission:
 
     def _check(self, node: str, event: Any) -> None:
         worker = getattr(event, "worker", None)
-        place = None if worker is None else self._places.get(worker)
-        if place is not None and place[0] != node:
-            raise WireError(f"worker {worker} lives on {place[0]}, and {node} speaks for it")
-        for one in getattr(event, "steps", None) or getattr(event, "connected_s", None) or ():
+        several = getattr(event, "steps", None) or getattr(event, "connected_s", None) or ()
+        for one in several if worker is None else (worker, *several):
             place = self._places.get(one)
             if place is not None and place[0] != node:
                 raise WireError(f"worker {one} lives on {place[0]}, and {node} speaks for it")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import json
 from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
@@ -15,13 +14,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from keepstep.controller import evidence_api, measure_api, move_api, signal_api
 from keepstep.controller.agents import same_token
+from keepstep.controller.bodies import body_of, parsed
 from keepstep.controller.metrics import CONTENT_TYPE
 from keepstep.wire.tokens import read_token
 
 if TYPE_CHECKING:
     from keepstep.controller.shell import Controller
-
-MAX_BODY_BYTES = 64 << 10
 
 
 def build_app(controller: Controller, *, open_metrics: bool = False) -> Starlette:
@@ -73,17 +71,10 @@ def build_app(controller: Controller, *, open_metrics: bool = False) -> Starlett
 
 async def _hard(request: Request) -> bool:
     """`{"hard": true}` or nothing. Anything else is refused with 400."""
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_BODY_BYTES:
-            raise HTTPException(413, "the request is too large")
+    body = await body_of(request)
     if not body:
         return False
-    try:
-        value = json.loads(body)
-    except (ValueError, RecursionError):
-        raise HTTPException(400, "the request is not JSON") from None
+    value = parsed(body)
     if not isinstance(value, dict) or set(value) - {"hard"} or not isinstance(value.get("hard", False), bool):
         raise HTTPException(400, 'expected {"hard": true or false}')
     return bool(value.get("hard", False))

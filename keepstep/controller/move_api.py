@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 from starlette.exceptions import HTTPException
@@ -10,12 +9,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
+from keepstep.controller.bodies import object_of
 from keepstep.core.move_events import DrainRequested, MoveRequested, UndrainRequested
 
 if TYPE_CHECKING:
     from keepstep.controller.shell import Controller
 
-MAX_BODY_BYTES = 1 << 16
 MAX_TEXT = 500
 
 
@@ -47,17 +46,7 @@ def routes(controller: Controller) -> list[BaseRoute]:
 
 async def _body(request: Request, *, required: tuple[str, ...], texts: tuple[str, ...]) -> dict[str, Any]:
     """The request's JSON object. Raises HTTPException 400 or 413 for anything that it should not be."""
-    data = bytearray()
-    async for chunk in request.stream():
-        data += chunk
-        if len(data) > MAX_BODY_BYTES:
-            raise HTTPException(413, "the request is too large")
-    try:
-        body = json.loads(data)
-    except (ValueError, RecursionError):
-        raise HTTPException(400, "the request is not JSON") from None
-    if not isinstance(body, dict):
-        raise HTTPException(400, "expected a JSON object")
+    body = await object_of(request)
     for name, value in body.items():
         if name == "rank" and "rank" in required:
             if type(value) is not int:

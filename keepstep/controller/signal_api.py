@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 from starlette.exceptions import HTTPException
@@ -10,16 +9,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from keepstep.core.health_events import SEVERITIES, SignalSeen
+from keepstep.controller.bodies import object_of
+from keepstep.core.health_events import NUMBERS, SEVERITIES, TEXTS, WHOLE, SignalSeen
 
 if TYPE_CHECKING:
     from keepstep.controller.shell import Controller
 
-MAX_BODY_BYTES = 1 << 16
 MAX_TEXT = 500
-TEXTS = ("node", "source", "kind", "severity", "device", "detail")
-WHOLE = ("slot", "code")
-NUMBERS = ("value", "limit", "age_s")
 
 
 def routes(controller: Controller) -> list[BaseRoute]:
@@ -39,17 +35,7 @@ def routes(controller: Controller) -> list[BaseRoute]:
 
 async def _body(request: Request) -> dict[str, Any]:
     """The signal's fields. Raises HTTPException 400 or 413 for anything that it should not be."""
-    data = bytearray()
-    async for chunk in request.stream():
-        data += chunk
-        if len(data) > MAX_BODY_BYTES:
-            raise HTTPException(413, "the request is too large")
-    try:
-        body = json.loads(data)
-    except (ValueError, RecursionError):
-        raise HTTPException(400, "the request is not JSON") from None
-    if not isinstance(body, dict):
-        raise HTTPException(400, "expected a JSON object")
+    body = await object_of(request)
     for name, value in body.items():
         if name in TEXTS:
             fine = isinstance(value, str) and len(value) <= MAX_TEXT and value.isprintable()

@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 SEVERITIES = ("info", "warn", "critical")
+# The fields of a signal by their kind, for whoever reads one from JSON.
+TEXTS = ("node", "source", "kind", "severity", "device", "detail")
+WHOLE = ("slot", "code")
+NUMBERS = ("value", "limit", "age_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

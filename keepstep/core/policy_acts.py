@@ -6,6 +6,7 @@ Migrations and drains are planned moves; a rebuilt rank counts as lost. Nothing 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from keepstep.core.health_events import SignalSeen
@@ -66,7 +67,9 @@ def _judge(state: JobState, event: SignalSeen, now_s: float) -> None:
     if decision is None:
         return
     dry = book.policy.dry_run or state.config.observe
-    refused = decision.refused or ("" if dry else _impossible(state, decision))
+    if not dry and not decision.refused:
+        decision = replace(decision, refused=_impossible(state, decision))
+    refused = decision.refused
     out = decision.rule.quarantine if not refused and decision.action is not Act.ALERT else "none"
     if decision.action is Act.QUARANTINE and not refused and out == "none":
         out = "slot" if event.slot is not None else "node"
@@ -76,8 +79,6 @@ def _judge(state: JobState, event: SignalSeen, now_s: float) -> None:
     body = {
         "about": NOTE,
         **decision.body(),
-        "refused": refused,
-        "did": (Act.ALERT if refused else decision.action).value,
         "keep_out": "" if out == "none" else out,
         "slots": slots,
         "innocent": [list(place) for place in innocent],
@@ -86,7 +87,7 @@ def _judge(state: JobState, event: SignalSeen, now_s: float) -> None:
     }
     state.persist("note", body)
     remember(book.verdicts, (event.node, event.slot), body)
-    _say(state, decision, refused, dry)
+    _say(state, decision, dry)
     _unbar(state, [(node, slot) for node, slot in innocent if slot is not None])
     if not dry and not refused:
         if out != "none":
@@ -95,14 +96,14 @@ def _judge(state: JobState, event: SignalSeen, now_s: float) -> None:
         _carry_out(state, decision, now_s)
 
 
-def _say(state: JobState, decision: Decision, refused: str, dry: bool) -> None:
+def _say(state: JobState, decision: Decision, dry: bool) -> None:
     ranks = decision.ranks
     whom = f" rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" if ranks else ""
     if decision.action is Act.DRAIN:
         whom = f" {decision.signal.node}"
     what = f"{decision.action.value}{whom}"
-    if refused:
-        state.say(f"policy: no {what}, because {refused}; {decision.reason}", "warning")
+    if decision.refused:
+        state.say(f"policy: no {what}, because {decision.refused}; {decision.reason}", "warning")
     elif dry:
         state.say(f"policy (nothing is done): would {what}; {decision.reason}", "warning")
     elif decision.action is not Act.IGNORE:

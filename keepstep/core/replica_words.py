@@ -18,8 +18,8 @@ def size(count: int) -> str:
     return f"{count} B" if unit == 0 else f"{value:.3g} {_UNITS[unit]}"
 
 
-def numbers(ranks: Sequence[int], most: int = 8) -> str:
-    """Ranks in words, runs folded: "0-3, 7 and 12 more"."""
+def numbers(ranks: Sequence[int], most: int = 8, rest: str = "more") -> str:
+    """Ranks (ascending) in words, runs folded: "0-3, 7 and 12 more"."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][1] + 1:
@@ -28,7 +28,7 @@ def numbers(ranks: Sequence[int], most: int = 8) -> str:
             runs.append([rank, rank])
     told = [str(first) if first == last else f"{first}-{last}" for first, last in runs[:most]]
     left = sum(last - first + 1 for first, last in runs[most:])
-    return ", ".join(told) + (f" and {left} more" if left else "")
+    return ", ".join(told) + (f" and {left} {rest}" if left else "")
 
 
 def replica_line(table: Mapping[str, Any]) -> tuple[str, str]:

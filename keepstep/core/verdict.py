@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from keepstep.core.replica_words import numbers
 from keepstep.core.types import Checkpoint, Course, Lineage, Verdict, Vote
 
 
@@ -130,12 +131,4 @@ def _ranks(ranks: Sequence[int]) -> str:
     """`ranks` ascending."""
     if len(ranks) <= MOST_NAMED:
         return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    named = [str(first) if first == last else f"{first}-{last}" for first, last in runs[:MOST_NAMED]]
-    others = sum(last - first + 1 for first, last in runs[MOST_NAMED:])
-    return f"ranks {', '.join(named)}" + (f" and {others} others" if others else "")
+    return f"ranks {numbers(ranks, MOST_NAMED, 'others')}"

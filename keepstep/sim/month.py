@@ -106,6 +106,7 @@ class MonthCluster:
         self._home: dict[int, str] = {}
         self._nodes_made = 0
         self._generation: Generation | None = None
+        self._generation_places: tuple[int, dict[int, int]] = (-1, {})  # its number; worker -> rank
         self._step = 0
         self._trained_s = 0.0  # since when the present steps run
         self._stopped_s: float | None = None
@@ -279,8 +280,6 @@ class MonthCluster:
             places = {worker: rank for rank, worker in enumerate(generation.ranks)}
             self._generation_places = (generation.number, places)
         return self._generation_places[1]
-
-    _generation_places: tuple[int, dict[int, int]] = (-1, {})
 
     def _vote(self, generation: Generation) -> None:
         """Survivors hold the step that all published, a replacement nothing."""
